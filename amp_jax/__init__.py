@@ -1,0 +1,51 @@
+"""Automatic mixed precision for JAX and Flax.
+
+    policy ──> autocast ──> a function in mixed precision     (trace -> plan -> emit)
+       │          │
+       │          └──> wrap: the same for a Flax module
+       │
+       └──> loss_scaling ──> an Optax optimizer that skips the steps that overflow
+                   │
+                   └──> value_and_grad: the true loss, and unscaled float32 gradients
+
+A `Policy` says in which dtype parameters live, work runs and results leave. `autocast` applies it to a computation,
+operation by operation; `wrap` to a Flax module. Where the compute dtype is float16, gradients need a loss scale:
+`loss_scaling` keeps it in the optimizer state, `value_and_grad` uses it.
+"""
+
+from amp_jax._autocast import autocast, full_precision, precision
+from amp_jax._errors import AmpError, AmpTypeError, AmpValueError
+from amp_jax._explain import Report, explain
+from amp_jax._finite import all_finite
+from amp_jax._gradients import grad, scale_loss, unscale, value_and_grad
+from amp_jax._opt_state import metrics, where_finite
+from amp_jax._optimizer import dynamic_loss_scaling, loss_scaling, no_loss_scaling, static_loss_scaling
+from amp_jax._policy import Policy, get_policy
+from amp_jax._wrap import wrap
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AmpError",
+    "AmpTypeError",
+    "AmpValueError",
+    "Policy",
+    "Report",
+    "all_finite",
+    "autocast",
+    "dynamic_loss_scaling",
+    "explain",
+    "full_precision",
+    "get_policy",
+    "grad",
+    "loss_scaling",
+    "metrics",
+    "no_loss_scaling",
+    "precision",
+    "scale_loss",
+    "static_loss_scaling",
+    "unscale",
+    "value_and_grad",
+    "where_finite",
+    "wrap",
+]

@@ -1,0 +1,354 @@
+"""The policy: in which dtype parameters live, work runs, and results leave.
+
+A *rule* gives part of a model a policy of its own. Its key is a glob on module paths (`decoder/*`, `**/norm`) or a
+module class; it covers the modules that it matches and everything inside them; of several rules the last one counts.
+*Resolving* replaces `auto` by what the device is good at. That asks for the device, so it waits until something runs.
+"""
+
+import dataclasses
+import functools
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jmp
+import numpy as np
+
+from amp_jax import _casting, _dtypes
+from amp_jax._errors import AmpTypeError, AmpValueError
+from amp_jax._ops import CATEGORIES
+
+FLOAT32 = np.dtype(np.float32)
+AUTO, HALF = "auto", "half"
+"""Dtypes that wait for the device: `auto` may be float32, `half` (jmp's word) is always a half dtype."""
+PRESETS = ("float32", "bfloat16", "float16", "mixed_bfloat16", "mixed_float16", "auto")
+_PARTS = {
+    "p": "param_dtype",
+    "param": "param_dtype",
+    "params": "param_dtype",
+    "c": "compute_dtype",
+    "compute": "compute_dtype",
+    "o": "output_dtype",
+    "output": "output_dtype",
+}
+
+LateDtype = np.dtype[Any] | str
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A part of a model and the dtypes that it has instead of the policy's; None leaves one as it is.
+
+    >>> Rule("decoder/*", compute_dtype=FLOAT32).covers("decoder/head/dense")
+    True
+    """
+
+    key: str | type
+    param_dtype: LateDtype | None = None
+    compute_dtype: LateDtype | None = None
+    output_dtype: LateDtype | None = None
+
+    def covers(self, path: str, module_type: type | None = None) -> bool:
+        """Whether the module at this path is meant, or one around it."""
+        if isinstance(self.key, type):
+            return module_type is not None and issubclass(module_type, self.key)
+        parts = path.split("/") if path else []
+        return any(_glob(self.key).fullmatch("/".join(parts[:n])) for n in range(len(parts) + 1))
+
+
+@functools.lru_cache(maxsize=1024)
+def _glob(key: str) -> re.Pattern[str]:
+    """`*` and `?` stay within a name, `**` crosses names: `a/**` is `a` and all inside, `**/b` every `b`."""
+    pattern, i = "", 0
+    while i < len(key):
+        if key.startswith("**/", i):
+            pattern, i = pattern + "(?:.*/)?", i + 3
+        elif key.startswith("/**", i) and i + 3 == len(key):
+            pattern, i = pattern + "(?:/.*)?", i + 3
+        elif key.startswith("**", i):
+            pattern, i = pattern + ".*", i + 2
+        elif key[i] in "*?":
+            pattern, i = pattern + {"*": "[^/]*", "?": "[^/]"}[key[i]], i + 1
+        elif key[i] == "[" and "]" in key[i:]:
+            end = key.index("]", i)
+            pattern, i = pattern + "[" + key[i + 1 : end].replace("!", "^", 1).replace("\\", "\\\\") + "]", end + 1
+        else:
+            pattern, i = pattern + re.escape(key[i]), i + 1
+    return re.compile(pattern)
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Which dtype parameters are kept in, work runs in, and results leave in: a frozen, hashable value.
+
+    >>> import amp_jax as amp, jax.numpy as jnp
+    >>> policy = amp.Policy("float32", "bfloat16", "float32")
+    >>> str(policy)
+    'params=float32,compute=bfloat16,output=float32'
+    >>> policy.cast_to_compute({"w": jnp.ones(2), "step": jnp.int32(1)})["w"].dtype
+    dtype(bfloat16)
+    >>> policy.override({"decoder/head": "float32"}).at("decoder/head/dense").compute_dtype
+    dtype('float32')
+
+    Args:
+        param_dtype: A dtype or its name; compute_dtype, output_dtype likewise. `"auto"` and jmp's `"half"` wait for the
+            device.
+        rules: Parts of a model with dtypes of their own; written with `override`.
+        ops: Primitive name and category; written with `with_ops`.
+
+    Raises:
+        AmpValueError: A dtype is unknown, or one that autocast can't compute in (float8).
+
+    The three dtypes and their names are jmp's (https://github.com/google-deepmind/jmp).
+    """
+
+    param_dtype: Any
+    compute_dtype: Any
+    output_dtype: Any
+    rules: tuple[Rule, ...] = ()
+    ops: tuple[tuple[str, str], ...] = ()
+
+    def __post_init__(self) -> None:
+        """Read the dtypes."""
+        for part in ("param_dtype", "compute_dtype", "output_dtype"):
+            object.__setattr__(self, part, _late(getattr(self, part), part))
+
+    def cast_to_param(self, tree: Any) -> Any:
+        """Floating leaves in the param dtype; rules count."""
+        return self._cast(tree, "param_dtype")
+
+    def cast_to_compute(self, tree: Any) -> Any:
+        """Floating leaves in the compute dtype; rules count."""
+        return self._cast(tree, "compute_dtype")
+
+    def cast_to_output(self, tree: Any) -> Any:
+        """Floating leaves in the output dtype; rules count."""
+        return self._cast(tree, "output_dtype")
+
+    def _cast(self, tree: Any, part: str) -> Any:
+        policy = self.resolve()
+        if not policy.rules:
+            return _casting.cast(tree, getattr(policy, part))
+        return _casting.cast_by_path(tree, lambda path: getattr(policy.at(path), part))
+
+    def with_output_dtype(self, output_dtype: Any) -> "Policy":
+        """The same policy with another output dtype."""
+        return dataclasses.replace(self, output_dtype=output_dtype)
+
+    def override(self, rules: Mapping[str | type, Any]) -> "Policy":
+        """The same policy with other dtypes for parts of a model.
+
+        >>> import amp_jax as amp
+        >>> str(amp.get_policy("mixed_float16").override({"base/**": "p=bf16"}).at("base/dense"))
+        'params=bfloat16,compute=float16,output=float32'
+
+        Args:
+            rules: A glob on module paths or a module class, and what holds there: a policy or preset, or in jmp's
+                grammar the parts that change. Later keys win.
+
+        Raises:
+            AmpTypeError: A key is neither a path nor a class.
+            AmpValueError: A spec can't be read.
+        """
+        return dataclasses.replace(self, rules=(*self.rules, *(_rule(k, spec) for k, spec in rules.items())))
+
+    def with_ops(self, ops: Mapping[str, str]) -> "Policy":
+        """The same policy with other categories for primitives: `{"exp": "compute", "my_primitive": "full"}`.
+
+        Raises:
+            AmpValueError: A category is unknown.
+        """
+        valid = tuple(c for c in CATEGORIES if c not in ("recurse", "honour"))
+        for op, category in ops.items():
+            if category not in valid:
+                raise AmpValueError(
+                    f"`ops`: category {category!r} of {op!r} is unknown. {_dtypes.suggest(str(category), valid)}"
+                )
+        return dataclasses.replace(self, ops=tuple((dict(self.ops) | dict(ops)).items()))
+
+    def at(self, path: str, module_type: type | None = None) -> "Policy":
+        """The policy that holds for the module at a path such as `decoder/head`."""
+        held: dict[str, Any] = {}
+        for rule in self.rules:
+            if rule.covers(path, module_type):
+                held |= {part: d for part in set(_PARTS.values()) if (d := getattr(rule, part)) is not None}
+        return dataclasses.replace(self, rules=(), **held)
+
+    def bind(self, modules: Mapping[str, type]) -> "Policy":
+        """The policy for one model: class keys become paths, and every key has to match.
+
+        Args:
+            modules: The type of the module at each path.
+
+        Raises:
+            AmpValueError: A key matches no module.
+        """
+        bound: list[Rule] = []
+        for rule in self.rules:
+            found = [p for p, kind in modules.items() if _matches(rule, p, kind)]
+            if not found:
+                name = rule.key.__name__ if isinstance(rule.key, type) else rule.key
+                paths = tuple(p for p in modules if p) or ("(no submodules)",)
+                raise AmpValueError(f"rule {name!r} matches no module. {_dtypes.suggest(name, paths)}")
+            keys = [_escaped(p) for p in found] if isinstance(rule.key, type) else [rule.key]
+            bound += [dataclasses.replace(rule, key=key) for key in keys]
+        return dataclasses.replace(self, rules=tuple(bound))
+
+    def resolve(self) -> "Policy":
+        """The policy with `auto` and `half` replaced by this device's dtype: this starts the backend if it has to."""
+        if not any(isinstance(d, str) for d in _dtypes_of(self)):
+            return self
+        auto = _device_dtype()
+        half = auto if auto != FLOAT32 else np.dtype(np.float16)
+        known = {AUTO: auto, HALF: half}
+        fill = lambda x: {p: known.get(d, d) for p in set(_PARTS.values()) if isinstance(d := getattr(x, p), str)}  # noqa: E731
+        rules = tuple(dataclasses.replace(rule, **fill(rule)) for rule in self.rules)
+        return dataclasses.replace(self, rules=rules, **fill(self))
+
+    def to_jmp(self) -> jmp.Policy:
+        """The same policy for jmp.
+
+        Raises:
+            AmpValueError: It has rules, for which jmp has no place.
+        """
+        if self.rules or self.ops:
+            raise AmpValueError(
+                "`Policy.to_jmp()`: jmp has no rules; call it on `policy.at(path)`, the policy of one module."
+            )
+        policy = self.resolve()
+        return jmp.Policy(policy.param_dtype, policy.compute_dtype, policy.output_dtype)
+
+    def __str__(self) -> str:
+        """`params=...,compute=...,output=...`, as `get_policy` reads it; rules are left out."""
+        names = [
+            d if isinstance(d, str) else _dtypes.name(d)
+            for d in (self.param_dtype, self.compute_dtype, self.output_dtype)
+        ]
+        return "params={},compute={},output={}".format(*names)
+
+
+def get_policy(spec: Any) -> Policy:
+    """Read a policy.
+
+    >>> import amp_jax as amp
+    >>> str(amp.get_policy("mixed_float16"))
+    'params=float32,compute=float16,output=float32'
+    >>> amp.get_policy("p=f32,c=bf16,o=f32") == amp.get_policy("mixed_bfloat16")
+    True
+
+    Args:
+        spec: A `Policy` or `jmp.Policy`; a preset (`float32`, `bfloat16`, `float16`: everything in it;
+            `mixed_bfloat16`, `mixed_float16`: parameters and outputs in float32; `auto`: mixed, by device); or jmp's
+            grammar, where compute and output dtype are the param dtype unless given, and that is float32.
+
+    Raises:
+        AmpValueError: The name or a part of it is unknown.
+        AmpTypeError: It is nothing of these.
+    """
+    if isinstance(spec, Policy):
+        return spec
+    if isinstance(spec, jmp.Policy):
+        return Policy(spec.param_dtype, spec.compute_dtype, spec.output_dtype)
+    if not isinstance(spec, str):
+        raise AmpTypeError(
+            f"`policy` is {spec!r:.80}, expected a Policy, a jmp.Policy, or a name such as 'mixed_bfloat16'."
+        )
+    if "=" in spec:
+        parts = _parts(spec)
+        params = parts.get("param_dtype", FLOAT32)
+        return Policy(
+            params, parts.get("compute_dtype", params), parts.get("output_dtype", parts.get("compute_dtype", params))
+        )
+    name = spec.strip().lower()
+    if name == AUTO or name.startswith("mixed_"):
+        if name in PRESETS:
+            return Policy(FLOAT32, name.removeprefix("mixed_"), FLOAT32)
+        raise AmpValueError(f"`policy` is {spec!r}, which is unknown. {_dtypes.suggest(spec, PRESETS)}")
+    try:
+        dtype = _late(name, "policy")
+    except AmpValueError:
+        raise AmpValueError(
+            f"`policy` is {spec!r}, which is unknown. {_dtypes.suggest(spec, PRESETS)} "
+            'Or write the parts: "params=float32,compute=bfloat16,output=float32".'
+        ) from None
+    return Policy(dtype, dtype, dtype)
+
+
+def _parts(spec: str) -> dict[str, LateDtype]:
+    """Jmp's grammar: `p=f32,c=bf16`, each part at most once."""
+    parts: dict[str, LateDtype] = {}
+    for item in spec.split(","):
+        name, _, dtype = item.partition("=")
+        part = _PARTS.get(name.strip().lower())
+        if part is None or not dtype:
+            raise AmpValueError(
+                f"`policy` is {spec!r}: can't read {item!r}. Write parts like 'params=float32,compute=bfloat16'."
+            )
+        if part in parts:
+            raise AmpValueError(f"`policy` is {spec!r}: it gives the {part} twice.")
+        parts[part] = _late(dtype, part)
+    return parts
+
+
+def _late(spec: Any, part: str) -> LateDtype:
+    """A dtype, or the name of one that waits for the device."""
+    if isinstance(spec, str) and spec.strip().lower() in (AUTO, HALF):
+        return spec.strip().lower()
+    dtype = _dtypes.parse(spec, part)
+    if part == "compute_dtype" and _dtypes.is_float8(dtype):
+        raise AmpValueError(
+            f"`compute_dtype` is {_dtypes.name(dtype)}: autocast computes in bfloat16, float16, float32 or float64."
+        )
+    return dtype
+
+
+def _rule(key: Any, spec: Any) -> Rule:
+    if not isinstance(key, (str, type)):
+        raise AmpTypeError(f"`rules`: key {key!r} is neither a module path nor a module class.")
+    if isinstance(spec, str) and "=" in spec:
+        return Rule(key, **_parts(spec))
+    policy = get_policy(spec)
+    return Rule(key, policy.param_dtype, policy.compute_dtype, policy.output_dtype)
+
+
+def _matches(rule: Rule, path: str, kind: type) -> bool:
+    return issubclass(kind, rule.key) if isinstance(rule.key, type) else rule.covers(path)
+
+
+def _escaped(path: str) -> str:
+    return re.sub(r"([*?\[])", r"[\1]", path)
+
+
+def _dtypes_of(policy: Policy) -> list[Any]:
+    return [getattr(x, part) for x in (policy, *policy.rules) for part in set(_PARTS.values())]
+
+
+def choose(platform: str, compute_capability: str | None) -> np.dtype[Any]:
+    """The compute dtype that a device is good at.
+
+    >>> choose("gpu", "7.5"), choose("gpu", "9.0")
+    (dtype('float16'), dtype(bfloat16))
+
+    Args:
+        platform: JAX's name: cpu, gpu, cuda, rocm, tpu.
+        compute_capability: NVIDIA's, such as "8.0"; None for other devices.
+    """
+    bfloat16 = _dtypes.parse("bfloat16")
+    if platform not in ("gpu", "cuda") or compute_capability is None:
+        return bfloat16
+    try:
+        major = int(compute_capability.partition(".")[0])
+    except ValueError:  # AMD's cards name an architecture, such as gfx90a
+        return bfloat16
+    if major >= 8:
+        return bfloat16
+    return np.dtype(np.float16) if major == 7 else FLOAT32
+
+
+def _device_dtype() -> np.dtype[Any]:
+    device: Any = jax.config.jax_default_device or jax.devices()[0]
+    if isinstance(device, str):
+        device = jax.devices(device)[0]
+    return choose(device.platform, getattr(device, "compute_capability", None))

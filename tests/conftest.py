@@ -1,0 +1,46 @@
+"""How JAX and hypothesis are set up for the tests; it has to happen before jax is imported."""
+
+import importlib.util
+import os
+from pathlib import Path
+
+from hypothesis import settings
+
+ROOT = Path(__file__).parents[1]
+FLAGS = {
+    # XLA may otherwise drop a float32 -> bfloat16 -> float32 pair, and with it the rounding that a test looks for.
+    "xla_allow_excess_precision": "false",
+    "xla_force_host_platform_device_count": "8",
+}
+
+
+def xla_flags(given: str) -> str:
+    """The flags above behind those that the user gave, which win."""
+    ours = [f"--{name}={value}" for name, value in FLAGS.items() if name not in given]
+    return " ".join([*ours, given]).strip()
+
+
+def platforms() -> str | None:
+    """CPU first, so that values don't depend on the machine; the GPU beside it for the tests that ask for it.
+
+    Without a GPU the CUDA plugin, which `make hlo` installs for its compiler, must not be started.
+    """
+    if not any(importlib.util.find_spec(f"jax_cuda{major}_plugin") for major in (12, 13)):
+        return None
+    return "cpu,cuda" if any(Path(node).exists() for node in ("/dev/nvidiactl", "/dev/dxg")) else "cpu"
+
+
+os.environ["XLA_FLAGS"] = xla_flags(os.environ.get("XLA_FLAGS", ""))
+if chosen := platforms():
+    os.environ.setdefault("JAX_PLATFORMS", chosen)
+if chosen == "cpu":
+    # What is compiled here for a GPU that isn't there is written to the cache, but can't be read back.
+    os.environ.setdefault("JAX_ENABLE_COMPILATION_CACHE", "false")
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".cache" / "jax"))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
+# Several test processes share one GPU, and the compilation cache's loader logs each hit as an error.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+settings.register_profile("ci", derandomize=True, deadline=None, max_examples=30)
+settings.load_profile("ci")

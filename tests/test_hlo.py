@@ -1,0 +1,62 @@
+"""The programs that the real compiler makes for an H100: dtypes of the products, bytes and modelled time.
+
+Figures depend on XLA's fusion choices, so each is compared with its neighbours of the same compiler, in the same run.
+"""
+
+from functools import cache
+
+import pytest
+
+from benchmarks import h100
+from benchmarks.cost import Cost
+from benchmarks.hlo import Product, parse, products
+
+pytestmark = [
+    pytest.mark.hlo,
+    pytest.mark.skipif(h100.missing() is not None, reason=str(h100.missing())),
+]
+
+STEPS = ("gpt", "resnet")
+HALF = {"bf16", "f16"}
+
+
+@cache
+def cost(name: str, variant: str, policy: str = "mixed_bfloat16") -> Cost:
+    return h100.step_cost(name, variant, policy)
+
+
+def describe(one: Product) -> str:
+    return f"{one.lhs.dtype} x {one.rhs.dtype}: {one.instruction.attribute(r'op_name="([^"]*)"')}"
+
+
+def products_of(one: Cost) -> list[Product]:
+    return products(parse(one.hlo))
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_every_product_of_a_training_step_has_two_half_operands(name: str) -> None:
+    found = products_of(cost(name, "ours"))
+    # A layer's product has two in the backward pass: one for its input, one for its weights. Two thirds are theirs.
+    backward = [one for one in found if "transpose" in describe(one)]
+    assert len(backward) > len(found) / 2
+    wide = [describe(one) for one in found if not {one.lhs.dtype, one.rhs.dtype} <= HALF]
+    assert not wide, "\n".join(wide)
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_the_check_for_half_operands_sees_a_float32_step(name: str) -> None:
+    found = products_of(cost(name, "float32"))
+    assert {one.lhs.dtype for one in found} | {one.rhs.dtype for one in found} == {"f32"}
+    # The same model multiplies as much in whatever dtype: no product is lost to the reader of the text.
+    assert sum(one.flops for one in found) == sum(one.flops for one in products_of(cost(name, "ours")))
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_memory_and_time_stay_below_hand_written(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    hand, floor, ours = (cost(name, variant) for variant in ("hand", "all-low", "ours"))
+    with capsys.disabled():
+        print(f"\n{name}: temporaries x{ours.temp / floor.temp:.3f} of all-low ({ours.temp / 1e6:.0f} MB), ", end="")
+        print(f"modelled time x{ours.seconds / floor.seconds:.3f} ({ours.seconds * 1e3:.2f} ms)")
+    # Layers with dtype= set one by one are what users have today.
+    assert ours.temp <= 1.05 * hand.temp
+    assert ours.seconds <= 1.05 * hand.seconds
