@@ -42,6 +42,9 @@ def assign(node: Node, operands: Sequence[Value], results: Sequence[Value]) -> N
         _inherit(result, operands)
         result.dtype = node.run
         result.silent = silent and node.run == FLOAT32
+        heard = [v for v in ours if not v.silent]
+        reduces = node.eqn.primitive.name.startswith("reduce_")
+        result.reduced = reduces or (bool(heard) and all(v.reduced for v in heard))
         if node.category in ("full", "compute"):
             result.peak = 0.0
         if node.category == "compute":
@@ -75,7 +78,9 @@ def _run_dtype(node: Node, ours: list[Value], silent: bool, wide: int) -> tuple[
         return low, "follows low operands", False
     if any(v.numbers < wide for v in louds):
         return FLOAT32, "meets a statistic", True
-    if node.category == "widest" or all(size(v.aval) == 1 for v in ours):
+    if all(v.reduced for v in (*lows, *louds)):
+        return FLOAT32, "statistics meet each other", True
+    if node.category == "widest" or wide == 1:
         return FLOAT32, "the widest of its operands", False
     return low, "full-size operands meet in the compute dtype", False
 

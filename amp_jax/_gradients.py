@@ -159,15 +159,11 @@ def unscale(grads: Any, opt_state: Any) -> Any:
     return _unscale(grads, find_loss_scale(opt_state))
 
 
-def map_gradients(function: Callable[..., Any], grads: Any, *rest: Any, other: Callable[..., Any] | None = None) -> Any:
-    """`jax.tree.map` over the gradient leaves of `grads`; its other leaves go through `other`, or stay."""
-
-    def at(path: Sequence[Any], leaf: Any, *more: Any) -> Any:
-        if _is_gradient(path, leaf):
-            return function(leaf, *more)
-        return leaf if other is None else other(leaf)
-
-    return jax.tree_util.tree_map_with_path(at, grads, *rest)
+def map_gradients(function: Callable[[Any], Any], grads: Any, other: Callable[[Any], Any] = lambda leaf: leaf) -> Any:
+    """A tree with a function applied to its gradient leaves, and another, or nothing, to its other leaves."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf: function(leaf) if _is_gradient(path, leaf) else other(leaf), grads
+    )
 
 
 def float32(x: Any) -> jax.Array:

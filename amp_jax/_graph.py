@@ -29,6 +29,8 @@ class Value:
     """How many numbers it carries: fewer than it has elements where it was broadcast."""
     peak: float = 0.0
     """The largest constant, in absolute value, that it may hold as it was written: -1e9 in a mask."""
+    reduced: bool = False
+    """Whether it is a sum or maximum over others, or computed from such alone."""
     constant: Any = None
     """A literal or a small closed-over array, by value."""
     literal: bool = False

@@ -228,12 +228,11 @@ def _wrap(
         params = map_gradients(_same, params, other=_zeros)
         new_updates, inner_state = inner.update(grads, state.inner_state, params, **extra_args)
         if isinstance(state.scaling, NoLossScaleState):
-            return map_gradients(_second, updates, new_updates), state._replace(inner_state=inner_state)
+            return _passed_through(updates, new_updates), state._replace(inner_state=inner_state)
         finite = _everywhere(norm_is_finite(jax.tree.leaves(grads)), axis_name)
-        return (
-            map_gradients(lambda _, new: _or_nothing(finite, new), updates, new_updates),
-            LossScalingState(advance(state.scaling, finite, settings), select(finite, inner_state, state.inner_state)),
-        )
+        new_updates = jax.tree.map(lambda update: _or_nothing(finite, update), new_updates)
+        scaling, inner_state = advance(state.scaling, finite, settings), select(finite, inner_state, state.inner_state)
+        return _passed_through(updates, new_updates), LossScalingState(scaling, inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -266,13 +265,18 @@ def _or_nothing(finite: jax.Array, update: jax.Array) -> jax.Array:
     return jnp.where(finite, update, -jnp.zeros_like(update))
 
 
+def _passed_through(updates: optax.Updates, new_updates: optax.Updates) -> optax.Updates:
+    """The new updates, with the leaves of the given ones that are no gradients as they came."""
+    is_gradient = map_gradients(lambda _: True, updates, other=lambda _: False)
+    if all(jax.tree.leaves(is_gradient)):
+        # Not only a shortcut: some optimizers, as optax.lookahead, give updates of another structure.
+        return new_updates
+    return jax.tree.map(lambda keep, old, new: new if keep else old, is_gradient, updates, new_updates)
+
+
 def _zeros(leaf: Any) -> jax.Array:
     return jnp.zeros(np.shape(leaf), jnp.float32)
 
 
 def _same(leaf: Any) -> Any:
-    return leaf
-
-
-def _second(_: Any, leaf: Any) -> Any:
     return leaf

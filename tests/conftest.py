@@ -4,6 +4,7 @@ import importlib.util
 import os
 from pathlib import Path
 
+import pytest
 from hypothesis import settings
 
 ROOT = Path(__file__).parents[1]
@@ -44,3 +45,13 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 settings.register_profile("ci", derandomize=True, deadline=None, max_examples=30)
 settings.load_profile("ci")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print what tests recorded as their figures, also those that ran in another process."""
+    reports = [one for kind in ("passed", "failed") for one in terminalreporter.stats.get(kind, [])]
+    figures = [value for one in reports for key, value in one.user_properties if key == "figures"]
+    if figures:
+        terminalreporter.section("figures")
+        for line in figures:
+            terminalreporter.write_line(str(line))

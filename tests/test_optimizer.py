@@ -276,6 +276,15 @@ def test_accumulation_inside_skips_the_bad_micro_batch_alone() -> None:
     assert float(metrics(state)["loss_scale"]) == 4.0
 
 
+def test_lookahead_inside_has_updates_of_its_own_structure() -> None:
+    tx = dynamic_loss_scaling(optax.lookahead(optax.sgd(0.1), 5, 0.5))
+    params = optax.LookaheadParams.init_synced(PARAMS)
+    good, state = step(tx, params, tx.init(params), GOOD)
+    chex.assert_trees_all_close(good.fast, jax.tree.map(lambda p, g: p - 0.1 * g, PARAMS, GOOD), rtol=1e-6)
+    skipped, _ = step(tx, good, state, bad(np.inf))
+    assert bits(skipped) == bits(good)
+
+
 def test_a_second_loss_scale_is_refused() -> None:
     for inner in (optax.chain(dynamic_loss_scaling(ADAMW)), no_loss_scaling(ADAMW)):
         with pytest.raises(AmpValueError, match="`tx` has a loss scale already"):

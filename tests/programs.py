@@ -1,0 +1,49 @@
+"""What tests of transformed programs look at: the dtypes in a jaxpr, and the two half policies."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import amp_jax as amp
+
+LOW = {"mixed_bfloat16": "bf16", "mixed_float16": "f16"}
+both_halves = pytest.mark.parametrize("policy", list(LOW))
+
+
+def result_dtypes(fun: Callable[..., Any], *args: Any, of: str = "dot_general") -> list[str]:
+    """The result dtype of every equation of one primitive, inner programs included, as jaxprs spell it."""
+    return re.findall(rf"(\w+)\[[\d,]*\](?:\{{[^}}]*\}})? = {of}\b", str(jax.make_jaxpr(fun)(*args)))
+
+
+def dot_operands(fun: Callable[..., Any], *args: Any) -> set[str]:
+    """The dtypes of all operands of all matrix products."""
+    found: set[str] = set()
+
+    def walk(jaxpr: Any) -> None:
+        for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+            if eqn.primitive.name in ("dot_general", "conv_general_dilated"):
+                found.update(v.aval.dtype.name for v in eqn.invars)
+            for param in eqn.params.values():
+                for inner in param if isinstance(param, (tuple, list)) else (param,):
+                    if hasattr(getattr(inner, "jaxpr", inner), "eqns"):
+                        walk(inner)
+
+    walk(jax.make_jaxpr(fun)(*args))
+    return found
+
+
+def autocast(fun: Callable[..., Any], policy: str) -> Callable[..., Any]:
+    return amp.autocast(fun, policy)
+
+
+def normal(seed: int, *shape: int) -> jax.Array:
+    return jax.random.normal(jax.random.key(seed), shape) / 2
+
+
+def relative_error(got: Any, want: Any) -> float:
+    got, want = (jnp.concatenate([jnp.ravel(x) for x in jax.tree.leaves(t)]) for t in (got, want))
+    return float(jnp.linalg.norm(got - want) / (jnp.linalg.norm(want) + 1e-6))
