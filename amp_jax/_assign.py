@@ -150,6 +150,7 @@ def lower(graph: Graph, reads: Reads, returned: Sequence[np.dtype | None]) -> No
 
 def lift(graph: Graph, reads: Reads, returned: Sequence[np.dtype | None]) -> None:
     """A low operation with one user, or that is returned in float32, and whose users are all float32, joins them."""
+    makers = {i: node for node in graph.nodes for i in node.outputs}
     for number in range(len(graph.nodes) - 1, -1, -1):
         node = graph.nodes[number]
         if node.category not in MOVABLE or node.run is None or node.run != node.low or node.low == FLOAT32:
@@ -157,8 +158,21 @@ def lift(graph: Graph, reads: Reads, returned: Sequence[np.dtype | None]) -> Non
         results = [i for i in node.outputs if graph.values[i].traced]
         users = [u for i in results for u in graph.values[i].users]
         wanted = {w for i in results for w in _wanted(graph, i, reads, returned)}
-        if wanted == {FLOAT32} and (len(users) == 1 or OUTPUT in users):
+        if wanted == {FLOAT32} and (len(users) == 1 or OUTPUT in users) and _rounds(graph, node, makers):
             _move(graph, node, FLOAT32, "leads to a float32 operation alone")
+
+
+def _rounds(graph: Graph, node: Node, makers: dict[int, Node]) -> bool:
+    """Whether a rounding goes away when the node runs in float32: what only moves data passes on those before it."""
+    while node.category == "keep":
+        value = next(i for i in node.inputs if graph.values[i].traced)
+        maker = makers.get(value)
+        if maker is None or maker.category not in MOVABLE or len(graph.values[value].users) > 1:
+            return False
+        if maker.run != maker.low or not graph.values[value].low:
+            return False
+        node = maker
+    return True
 
 
 def _wanted(graph: Graph, value: int, reads: Reads, returned: Sequence[np.dtype | None]) -> set[np.dtype | None]:

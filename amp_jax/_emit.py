@@ -38,9 +38,29 @@ def emit(plan: Plan, args: Sequence[Any]) -> list[Any]:
 
     for step in plan.steps:
         with within(step.eqn, base if step.stack is None else base + step.stack):
-            operands = [read(i, d) for i, d in zip(step.inputs, step.operand_dtypes, strict=True)]
+            operands = [
+                spread(read(i, None), d, step) if _sinks(plan, step, i, d) else read(i, d)
+                for i, d in zip(step.inputs, step.operand_dtypes, strict=True)
+            ]
             held.update(zip(step.outputs, run(step, operands), strict=True))
     return [read(i, d) for i, d in zip(plan.outputs, plan.output_dtypes, strict=True)]
+
+
+def _sinks(plan: Plan, step: Step, number: int, dtype: np.dtype[Any] | None) -> bool:
+    """Whether a float32 operand (a bias, a scale) is stretched by a low operation: the cast then comes after.
+
+    Transposed, the stretch is a sum over the batch, which is then a float32 one and costs nothing extra.
+    """
+    if step.category != "follow" or dtype in (None, FLOAT32) or plan.dtypes[number] != FLOAT32 or step.plans:
+        return False
+    shape, result = plan.avals[number].shape, plan.avals[step.outputs[0]].shape
+    return number not in plan.constants and len(shape) == len(result) > 0 and shape != result
+
+
+def spread(value: Any, dtype: Any, step: Step) -> Any:
+    """Stretch a value to the shape of the step's result, then cast it."""
+    shape = step.eqn.outvars[0].aval.shape
+    return lax.convert_element_type(lax.broadcast_in_dim(value, shape, tuple(range(len(shape)))), dtype)
 
 
 def cast(value: Any, dtype: Any) -> Any:

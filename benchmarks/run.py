@@ -8,7 +8,7 @@ python -m benchmarks.run --timed | --compiled        the one or the other, where
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 
@@ -63,7 +63,7 @@ def print_row(cells: tuple[str, ...]) -> None:
     print("| " + " | ".join(padded) + " |", flush=True)
 
 
-def table(names: list[str], policy: str, source: Callable[[str, str], Figures]) -> None:
+def table(names: Sequence[str], policy: str, source: Callable[[str, str], Figures]) -> None:
     print_row(HEADER)
     print_row(("---", "---", *["---:"] * 8))
     for name in names:
@@ -90,7 +90,7 @@ def main(arguments: list[str]) -> int:
     parsed = parse(arguments)
     if parsed.has_gpu:
         return int(not has_gpu())
-    names = parsed.steps or list(workloads.NAMES)
+    names = parsed.steps or workloads.NAMES
     if parsed.timed or (not parsed.compiled and has_gpu()):
         device = jax.devices()[0]
         print(f"Measured on {device.device_kind}, jax {jax.__version__}, {parsed.policy}; AdamW training steps.\n")

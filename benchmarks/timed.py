@@ -1,7 +1,7 @@
 """Time the training steps on the device that JAX runs on, all variants of a step side by side in one run.
 
-The variants take turns, so that a card that heats up or is shared slows all of them. Peak bytes are XLA's assignment for
-the step: arguments, results and temporaries, an argument that a result takes the place of counted once.
+The variants take turns, so that a card that heats up or is shared slows all of them. Peak bytes are XLA's assignment
+for the step: arguments, results and temporaries, an argument that a result takes the place of counted once.
 """
 
 import gc

@@ -28,7 +28,8 @@ def cost(name: str, variant: str, policy: str = "mixed_bfloat16") -> Cost:
 
 
 def describe(one: Product) -> str:
-    return f"{one.lhs.dtype} x {one.rhs.dtype}: {one.instruction.attribute(r'op_name="([^"]*)"')}"
+    name = one.instruction.attribute(r'op_name="([^"]*)"')
+    return f"{one.lhs.dtype} x {one.rhs.dtype}: {name}"
 
 
 def products_of(one: Cost) -> list[Product]:
