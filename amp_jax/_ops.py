@@ -62,6 +62,7 @@ _TABLE: dict[tuple[Category, str], str] = {
     ("opaque", "runs code that jax can't see"): """
         call_exported ffi_call pallas_call pure_callback io_callback debug_callback debug_print mpmd_map core_map
         custom_partitioning custom_vmap_call eval_jaxpr composite dce_sink""",
+    ("opaque", "reads or writes a reference, whose dtype stays"): "get swap addupdate empty_ref new_ref freeze",
     ("opaque", "a kernel written for the dtypes that it gets"): """
         cudnn_fusion dot_product_attention_bwd dot_product_attention_bwd_wrapper dot_product_attention_fp8_bwd
         dot_product_attention_fp8_bwd_wrapper dot_product_attention_fp8_fwd dot_product_attention_fp8_fwd_wrapper

@@ -16,7 +16,7 @@ def wrap(module: M, policy: Any = "auto") -> M:
     >>> model = amp.wrap(nn.Dense(4), "mixed_bfloat16")
     >>> variables = model.init(jax.random.key(0), jnp.ones((1, 8)))
     >>> jax.tree.map(lambda p: p.dtype.name, variables["params"])
-    {'kernel': 'float32', 'bias': 'float32'}
+    {'bias': 'float32', 'kernel': 'float32'}
     >>> "bf16[1,4] = dot_general" in str(jax.make_jaxpr(model.apply)(variables, jnp.ones((1, 8))))
     True
     >>> isinstance(model, nn.Dense), model.features

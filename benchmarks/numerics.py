@@ -9,13 +9,10 @@ where a transform's error is above 1.05 times that of the layers set by hand.
 """
 
 import importlib
-import os
 import sys
 from collections.abc import Callable
 from functools import cache
 from typing import Any
-
-os.environ["JAX_PLATFORMS"] = "cpu"  # before jax is imported: a GPU would be found and would round differently
 
 import jax
 import jax.numpy as jnp
@@ -75,6 +72,7 @@ def find(path: str) -> Callable[..., Any]:
 
 
 def main(arguments: list[str]) -> int:
+    jax.config.update("jax_platforms", "cpu")  # a GPU would be found, and would round differently
     transform = find(arguments[0]) if arguments else None
     worst = 0.0
     for name in arguments[1:] or workloads.NAMES:

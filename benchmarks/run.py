@@ -96,7 +96,10 @@ def main(arguments: list[str]) -> int:
         print(f"Measured on {device.device_kind}, jax {jax.__version__}, {parsed.policy}; AdamW training steps.\n")
         table(names, parsed.policy, measured)
     else:
-        print(f"Not measured: compiled for an H100, and modelled. jax {jax.__version__}, {parsed.policy}.")
+        print(
+            f"No GPU that this jax can use: compiled for an H100, and modelled. jax {jax.__version__}, {parsed.policy}."
+        )
+        print("On a machine that has one, `make bench EXTRA=cuda12` measures.")
         print("Every kernel takes max(bytes / 3.35 TB/s, flops / peak); peak bytes are XLA's own buffer assignment.\n")
         table(names, parsed.policy, compiled)
     return 0

@@ -1,0 +1,24 @@
+"""The category table: every primitive of the supported JAX versions is placed, or opaque on purpose."""
+
+import jax.extend.core.primitives as known
+import pytest
+
+from amp_jax._ops import CATEGORIES, OPS
+
+PRIMITIVES = sorted({p.name for p in vars(known).values() if hasattr(p, "multiple_results")})
+
+
+def test_there_are_primitives_to_place():
+    assert len(PRIMITIVES) > 100
+
+
+@pytest.mark.parametrize("name", PRIMITIVES)
+def test_every_public_primitive_is_placed(name):
+    assert OPS[name][0] in CATEGORIES
+
+
+def test_nothing_is_listed_twice():
+    from amp_jax._ops import _TABLE
+
+    names = [name for listed in _TABLE.values() for name in listed.split()]
+    assert len(names) == len(set(names))
