@@ -59,7 +59,8 @@ def _sinks(plan: Plan, step: Step, number: int, dtype: np.dtype[Any] | None) -> 
 
 def spread(value: Any, dtype: Any, step: Step) -> Any:
     """Stretch a value to the shape of the step's result, then cast it."""
-    shape = step.eqn.outvars[0].aval.shape
+    aval: Any = step.eqn.outvars[0].aval
+    shape = aval.shape
     return lax.convert_element_type(lax.broadcast_in_dim(value, shape, tuple(range(len(shape)))), dtype)
 
 

@@ -73,10 +73,8 @@ def _glob(key: str) -> re.Pattern[str]:
             pattern, i = pattern + {"*": "[^/]*", "?": "[^/]"}[key[i]], i + 1
         elif key[i] == "[" and "]" in key[i:]:
             end = key.index("]", i)
-            pattern, i = (
-                pattern + "[" + key[i + 1 : end].replace("!", "^", 1).replace("\\", "\\\\").replace("[", "\\[") + "]",
-                end + 1,
-            )
+            inside = key[i + 1 : end].replace("!", "^", 1).replace("\\", "\\\\").replace("[", "\\[")
+            pattern, i = f"{pattern}[{inside}]", end + 1
         else:
             pattern, i = pattern + re.escape(key[i]), i + 1
     return re.compile(pattern)

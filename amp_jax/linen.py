@@ -63,9 +63,10 @@ def _unpickle(kind: type[nn.Module], fields: dict[str, Any], policy: Policy) -> 
 
 def _methods(kind: type[nn.Module]) -> dict[str, Callable[..., Any]]:
     """What the author defined and others call: public methods and `__call__`, below `nn.Module` itself."""
-    found: dict[str, Callable[..., Any]] = {}
+    found: dict[str, Any] = {}
     for base in reversed(kind.__mro__[: kind.__mro__.index(nn.Module)]):
-        for name, held in vars(base).items():
+        members: dict[str, Any] = dict(vars(base))
+        for name, held in members.items():
             called = callable(held) and not isinstance(held, (staticmethod, classmethod, type))
             if called and name != "setup" and (name == "__call__" or not name.startswith("_")):
                 found[name] = held

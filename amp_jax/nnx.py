@@ -50,7 +50,8 @@ def wrapped_class(kind: type[nnx.Module]) -> type[nnx.Module]:
         "__reduce__": lambda self: (_unpickle, (kind, dict(vars(self)))),
         "amp_wraps": kind,
     }
-    return type(kind)(kind.__name__, (kind,), body)
+    metaclass: Any = type(kind)
+    return metaclass(kind.__name__, (kind,), body)
 
 
 def _unpickle(kind: type[nnx.Module], held: dict[str, Any]) -> nnx.Module:
@@ -61,9 +62,10 @@ def _unpickle(kind: type[nnx.Module], held: dict[str, Any]) -> nnx.Module:
 
 def _methods(kind: type[nnx.Module]) -> dict[str, Callable[..., Any]]:
     """What the author defined and others call: public methods and `__call__`, below `nnx.Module` itself."""
-    found: dict[str, Callable[..., Any]] = {}
+    found: dict[str, Any] = {}
     for base in reversed(kind.__mro__[: kind.__mro__.index(nnx.Module)]):
-        for name, held in vars(base).items():
+        members: dict[str, Any] = dict(vars(base))
+        for name, held in members.items():
             called = callable(held) and not isinstance(held, (staticmethod, classmethod, type))
             if called and (name == "__call__" or not name.startswith("_")) and name not in _STATEFUL:
                 found[name] = held
@@ -115,10 +117,9 @@ def _scoped(kind: type[nnx.Module], name: str, dtype: Any) -> type[nnx.Module]:
 
         return call
 
-    body = {"__call__": scoped(kind.__call__)} if hasattr(kind, "__call__") else {}
-    return type(kind)(
-        kind.__name__, (kind,), {"__module__": kind.__module__, "__qualname__": kind.__qualname__, **body}
-    )
+    body = {"__call__": scoped(kind.__call__)} if callable(getattr(kind, "__call__", None)) else {}  # noqa: B004
+    metaclass: Any = type(kind)
+    return metaclass(kind.__name__, (kind,), {"__module__": kind.__module__, "__qualname__": kind.__qualname__, **body})
 
 
 def with_updates(
@@ -129,7 +130,8 @@ def with_updates(
     Args:
         run: Gives the transformed pure function of a graph, its state and other arguments.
         fun: The function of modules.
-        args: Its arguments; kwargs: its keyword arguments. Modules may stand anywhere in them.
+        args: Its arguments; modules may stand anywhere in them.
+        kwargs: Its keyword arguments.
     """
     leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=_is_node)
     nodes = [x for x in leaves if _is_node(x)]
