@@ -208,7 +208,9 @@ def _multiplies(plan: Any, value: int) -> bool:
         if user == OUTPUT:
             return False
         step = plan.steps[user]
-        moved = step.category == "keep" and not step.plans and all(_multiplies(plan, o) for o in step.outputs)
+        moved = (
+            step.category in ("keep", "widest") and not step.plans and all(_multiplies(plan, o) for o in step.outputs)
+        )
         if step.category != "compute" and not moved:
             return False
     return True

@@ -10,6 +10,7 @@ import functools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -50,12 +51,17 @@ class Rule:
     compute_dtype: LateDtype | None = None
     output_dtype: LateDtype | None = None
 
-    def covers(self, path: str, module_type: type | None = None) -> bool:
-        """Whether the module at this path is meant, or one around it."""
-        if isinstance(self.key, type):
-            return module_type is not None and issubclass(module_type, self.key)
+    def covers(self, path: str, modules: Mapping[str, type] = MappingProxyType({})) -> bool:
+        """Whether the module at this path is meant, or one around it; `modules` has the types for class keys."""
         parts = path.split("/") if path else []
-        return any(_glob(self.key).fullmatch("/".join(parts[:n])) for n in range(len(parts) + 1))
+        around = ("/".join(parts[:n]) for n in range(len(parts) + 1))
+        return any(self.matches(p, modules.get(p)) for p in around)
+
+    def matches(self, path: str, kind: type | None) -> bool:
+        """Whether the key names this very module."""
+        if isinstance(self.key, type):
+            return kind is not None and issubclass(kind, self.key)
+        return _glob(self.key).fullmatch(path) is not None
 
 
 @functools.lru_cache(maxsize=1024)
@@ -169,11 +175,16 @@ class Policy:
                 )
         return dataclasses.replace(self, ops=tuple((dict(self.ops) | dict(ops)).items()))
 
-    def at(self, path: str, module_type: type | None = None) -> "Policy":
-        """The policy that holds for the module at a path such as `decoder/head`."""
+    def at(self, path: str, modules: Mapping[str, type] = MappingProxyType({})) -> "Policy":
+        """The policy that holds for the module at a path such as `decoder/head`.
+
+        Args:
+            path: The module path, or that of a parameter in it.
+            modules: The types of the modules around it, by path, for rules whose key is a class.
+        """
         held: dict[str, Any] = {}
         for rule in self.rules:
-            if rule.covers(path, module_type):
+            if rule.covers(path, modules):
                 held |= {part: d for part in set(_PARTS.values()) if (d := getattr(rule, part)) is not None}
         return dataclasses.replace(self, rules=(), **held)
 
@@ -188,7 +199,7 @@ class Policy:
         """
         bound: list[Rule] = []
         for rule in self.rules:
-            found = [p for p, kind in modules.items() if _matches(rule, p, kind)]
+            found = [p for p, kind in modules.items() if rule.matches(p, kind) or _inside(rule, p)]
             if not found:
                 name = rule.key.__name__ if isinstance(rule.key, type) else rule.key
                 paths = tuple(p for p in modules if p) or ("(no submodules)",)
@@ -314,8 +325,8 @@ def _rule(key: Any, spec: Any) -> Rule:
     return Rule(key, policy.param_dtype, policy.compute_dtype, policy.output_dtype)
 
 
-def _matches(rule: Rule, path: str, kind: type) -> bool:
-    return issubclass(kind, rule.key) if isinstance(rule.key, type) else rule.covers(path)
+def _inside(rule: Rule, path: str) -> bool:
+    return isinstance(rule.key, str) and rule.covers(path)
 
 
 def _escaped(path: str) -> str:

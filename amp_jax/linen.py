@@ -7,11 +7,12 @@ the parameter tree, `isinstance`, attributes, `clone`, and hashing.
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 from flax.core import lift
 
 from amp_jax import _regions
@@ -30,17 +31,19 @@ def wrap(module: nn.Module, policy: Policy) -> nn.Module:
             f"`amp.wrap(module, policy)`: {type(module).__name__} is wrapped already, with {getattr(module, POLICY)}. "
             "Wrap the plain module, or give parts of it a dtype of their own with `policy.override({path: spec})`."
         )
+    kind = wrapped_class(type(module))
+    if isinstance(module.parent, nn.Module) and module.name is not None:  # made in a compact method: its name is taken
+        object.__setattr__(module, "__class__", kind)
+        object.__setattr__(module, POLICY, policy)
+        return module
     fields = {f.name: getattr(module, f.name) for f in dataclasses.fields(module) if f.init and f.name != "parent"}
-    return wrapped_class(type(module))(**fields, parent=module.parent, **{POLICY: policy})
+    return kind(**fields, parent=module.parent, **{POLICY: policy})
 
 
 @functools.cache
 def wrapped_class(kind: type[nn.Module]) -> type[nn.Module]:
     """The subclass whose public methods run under the instance's policy."""
-    body: dict[str, Any] = {
-        name: _under_policy(method)
-        for name, method in _methods(kind).items()
-    }  # fmt: skip
+    body: dict[str, Any] = {name: _under_policy(method) for name, method in _methods(kind).items()}
     body |= {
         "__annotations__": {POLICY: Policy},
         "__module__": kind.__module__,
@@ -95,20 +98,21 @@ def _under_policy(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _lift(scope_fun: Callable[..., Any], policy: Policy, root: tuple[str, ...]) -> Callable[..., Any]:
-    """autocast for a function of scopes."""
+    """Autocast for a function of scopes."""
     policy = policy.resolve()
     plain = dataclasses.replace(policy, rules=())
 
     def inner(scopes_of: Any, repack: Any, variables: Any, rngs: Any, *args: Any, **kwargs: Any) -> Any:
         def run(variables: Any, rngs: Any, *args: Any, **kwargs: Any) -> Any:
-            scopes = scopes_of(_as_float32(variables), rngs)
-            with nn.intercept_methods(_Rules(policy, root)) if policy.rules else _regions.nothing():
+            scopes, rules = scopes_of(_as_float32(variables), rngs), _Rules(policy, root)
+            with nn.intercept_methods(rules) if policy.rules else _regions.nothing():
                 out = scope_fun(scopes, *args, **kwargs)
-            return out, repack(scopes)
+            changed = repack(scopes)
+            bound = rules.bound((variables, changed)) if policy.rules else policy
+            return out, _stored(changed, bound)
 
         run.__name__ = getattr(scope_fun, "__name__", "method")
-        out, changed = autocast(run, plain)(variables, rngs, *args, **kwargs)
-        return out, _stored(changed, policy)
+        return autocast(run, plain)(variables, rngs, *args, **kwargs)
 
     return lift.pack(inner, (True,), (True,), (True,), name="amp", enable_kwargs=True)
 
@@ -120,17 +124,19 @@ def _as_float32(variables: Any) -> Any:
 
 
 def _is_half(x: Any) -> bool:
-    return getattr(x, "dtype", None) in (jax.numpy.bfloat16, jax.numpy.float16)
+    return getattr(x, "dtype", None) in (jnp.bfloat16, jnp.float16)
 
 
 def _stored(groups: Any, policy: Policy) -> Any:
     """Parameters that were just created, in the param dtype; every other collection stays as it is."""
+    return _for_collections(lambda name, tree: policy.cast_to_param(tree) if name == "params" else tree, groups)
 
-    def stored(collections: Any) -> Any:
-        return {k: policy.cast_to_param(v) if k == "params" else v for k, v in collections.items()}
 
-    is_collections = lambda x: isinstance(x, dict)  # noqa: E731
-    return jax.tree.map(lambda x: stored(x) if is_collections(x) else x, groups, is_leaf=is_collections)
+def _for_collections(fun: Callable[[str, Any], Any], groups: Any) -> Any:
+    """Apply a function to each collection in what a lifted function gets and gives: dicts of collections in tuples."""
+    if isinstance(groups, Mapping):
+        return {name: fun(name, tree) for name, tree in groups.items()}
+    return type(groups)(_for_collections(fun, g) for g in groups) if isinstance(groups, (tuple, list)) else groups
 
 
 class _Rules:
@@ -138,13 +144,45 @@ class _Rules:
 
     def __init__(self, policy: Policy, root: tuple[str, ...]):
         self.policy, self.root = policy, root
+        self.modules: dict[str, type] = {}
+        """The type of each module that was called, by path."""
 
     def __call__(self, method: Any, args: Any, kwargs: Any, context: Any) -> Any:
         module = context.module
         if module.scope is None or context.method_name == "setup":
             return method(*args, **kwargs)
         path = module.path[len(self.root) :]
-        here = self.policy.at("/".join(path)).compute_dtype
-        around = self.policy.at("/".join(path[:-1])).compute_dtype
+        self.modules["/".join(path)] = type(module)
+        here = self.policy.at("/".join(path), self.modules).compute_dtype
+        around = self.policy.at("/".join(path[:-1]), self.modules).compute_dtype if path else self.policy.compute_dtype
         with _regions.region(here) if here != around else _regions.nothing():
             return method(*args, **kwargs)
+
+    def bound(self, groups: Any) -> Policy:
+        """The policy with its class keys as paths, checked against the modules that were called or hold variables.
+
+        A class key may stay unmatched by a method that doesn't call such a module; a path has to exist.
+        """
+        held = dict.fromkeys(_module_paths(groups), nn.Module)
+        known = held | self.modules
+        called = [r for r in self.policy.rules if isinstance(r.key, str) or any(r.matches(*m) for m in known.items())]
+        creates = any("params" in collections for collections in _collections(groups[1]))
+        rules = self.policy.rules if creates else tuple(called)
+        return dataclasses.replace(self.policy, rules=rules).bind(known)
+
+
+def _collections(groups: Any) -> list[Mapping[str, Any]]:
+    if isinstance(groups, Mapping):
+        return [groups]
+    return [c for g in groups for c in _collections(g)] if isinstance(groups, (tuple, list)) else []
+
+
+def _module_paths(groups: Any) -> set[str]:
+    """The paths of all modules that hold variables, and of those around them."""
+    paths: set[str] = set()
+    for collections in _collections(groups):
+        for tree in collections.values():
+            for keys, _ in jax.tree_util.tree_leaves_with_path(tree):
+                names = [str(getattr(k, "key", k)) for k in keys]
+                paths |= {"/".join(names[:n]) for n in range(len(names))}
+    return paths

@@ -30,6 +30,8 @@ def wrap(module: nnx.Module, policy: Policy) -> nnx.Module:
             f"`amp.wrap(module, policy)`: {type(module).__name__} is wrapped already, with {getattr(module, POLICY)}. "
             "Wrap the plain module, or give parts of it a dtype of their own with `policy.override({path: spec})`."
         )
+    if policy.rules:
+        policy = policy.bind({"/".join(map(str, path)): type(m) for path, m in nnx.iter_modules(module)})
     wrapped = object.__new__(wrapped_class(type(module)))
     vars(wrapped).update(vars(module))
     setattr(wrapped, POLICY, policy)
@@ -143,13 +145,13 @@ def with_updates(
         with _regions.finished():
             state = jax.tree.map(_as_float32, state)
         inside = nnx.merge(graph, state)
-        before = jax.tree.leaves(state)
+        before, structure = jax.tree.flatten(state)
         merged = iter(inside)
         given = [next(merged) if is_node else x for is_node, x in zip(where, others, strict=True)]
         args, kwargs = jax.tree.unflatten(tree, given)
         out = fun(*args, **kwargs)
         after = nnx.split(inside)[1]
-        if jax.tree.structure(after) != jax.tree.structure(state):
+        if jax.tree.structure(after) != structure:
             return out, after, {}
         changed = {i: x for i, (x, old) in enumerate(zip(jax.tree.leaves(after), before, strict=True)) if x is not old}
         return out, None, changed
