@@ -180,7 +180,7 @@ def _scan(node: Node, entries: Sequence[Any], rules: Any, plan: Planner) -> list
         return plan(body, (), [*consts, *carry, *xs], rules, node.scope, returned)
 
     carry, made = _fix_point(run, body, carry, n, node.low)
-    consts = [_cast_before(c, made, i) for i, c in enumerate(consts)]
+    consts = [_cast_before(c, made, i, node.low) for i, c in enumerate(consts)]
     exits = [*carry, *made.exits[m:]]
     node.plans = (
         run(
@@ -195,25 +195,25 @@ def _results(body: Any) -> Sequence[Any]:
     return open_jaxpr(body)[0].outvars
 
 
-def _cast_before(entry: Any, made: Any, i: int) -> Any:
+def _cast_before(entry: Any, made: Any, i: int, low: Any) -> Any:
     """A constant that the body only multiplies matrices with is cast once, before the loop."""
-    value, low = made.inputs[i], _one(used(made, made.inputs[i]))
-    if entry.dtype != FLOAT32 or low in (None, FLOAT32) or not _multiplies(made, value):
+    if entry.dtype != FLOAT32 or low in (None, FLOAT32) or not _multiplies(made, made.inputs[i], low):
         return entry
     return entry._replace(dtype=low, silent=False)
 
 
-def _multiplies(plan: Any, value: int) -> bool:
+def _multiplies(plan: Any, value: int, low: Any) -> bool:
+    """Whether a value goes into low products alone, moved and joined with others on its way."""
     for user in plan.users[value]:
         if user == OUTPUT:
             return False
         step = plan.steps[user]
-        moved = (
-            step.category in ("keep", "widest") and not step.plans and all(_multiplies(plan, o) for o in step.outputs)
-        )
-        if step.category != "compute" and not moved:
+        if step.category == "compute" and step.region == low:
+            continue
+        moves = step.category in ("keep", "widest") and not step.plans
+        if not moves or not all(_multiplies(plan, o, low) for o in step.outputs):
             return False
-    return True
+    return bool(plan.users[value])
 
 
 def _while(node: Node, entries: Sequence[Any], rules: Any, plan: Planner) -> list[Any]:

@@ -1,6 +1,6 @@
 """A character-level GPT trained under three policies, from the same seed and on the same batches.
 
-    python examples/train_gpt.py                        about three minutes on two CPU cores; uses a GPU if there is one
+    python examples/train_gpt.py                        three minutes on two CPU cores; uses a GPU if there is one
     python examples/train_gpt.py --steps 100 --batch 32 --out curves.png
 
 The text is the manual that Python carries with it. The model is plain Flax: no dtype is mentioned in it. In the middle
@@ -21,6 +21,7 @@ import matplotlib
 import numpy as np
 import optax
 from flax.training.train_state import TrainState
+from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -37,7 +38,7 @@ LAYERS, WIDTH, HEADS, CONTEXT = 4, 128, 4, 128
 LEARNING_RATE, WARMUP, WEIGHT_DECAY = 3e-3, 20, 0.1
 GROWTH_INTERVAL = 50  # 2000 by default; small here so that growth shows in a short run
 SPIKE = 2.0**100  # what the loss of one step of the float16 run is multiplied by
-SEED, READ_EVERY, VALIDATION_WINDOWS, SAMPLE = 0, 10, 64, 400
+SEED, READ_EVERY, VALIDATION_WINDOWS, SAMPLE = 0, 10, 64, 300
 
 
 # Data
@@ -98,14 +99,11 @@ class GPT(nn.Module):
 
 
 class Run(NamedTuple):
-    """What one policy's training left behind."""
+    """What one policy's training left behind; `history` has the loss and amp.metrics of every step."""
 
     state: TrainState
-    losses: np.ndarray
-    loss_scales: np.ndarray
-    skipped: int
+    history: dict[str, np.ndarray]
     validation_loss: float
-    parameter_bytes: int
     saved_bytes: int
     seconds: float
 
@@ -115,7 +113,7 @@ def create_state(policy: str, data: Data, steps: int) -> TrainState:
     schedule = optax.warmup_cosine_decay_schedule(0.0, LEARNING_RATE, min(WARMUP, steps - 1), steps)
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, weight_decay=WEIGHT_DECAY))
     tx = amp.loss_scaling(tx, policy, growth_interval=GROWTH_INTERVAL)
-    params = model.init(jax.random.key(SEED), jnp.zeros((1, CONTEXT), jnp.int32))["params"]
+    params = jax.jit(model.init)(jax.random.key(SEED), jnp.zeros((1, CONTEXT), jnp.int32))["params"]
     return TrainState.create(apply_fn=model.apply, params=params, tx=tx)
 
 
@@ -134,7 +132,6 @@ def train_step(state: TrainState, batch: jax.Array, spike: jax.Array) -> tuple[T
 def train(policy: str, data: Data, steps: int, batch: int, bar: Progress) -> Run:
     state = create_state(policy, data, steps)
     batches = windows(data.train, (steps, batch), SEED)
-    saved = saved_bytes(state, batches[0])
     task, history, started = bar.add_task(policy, total=steps, now=""), [], 0.0
     for i in range(steps):
         broken = policy == "mixed_float16" and i == steps // 2
@@ -144,21 +141,13 @@ def train(policy: str, data: Data, steps: int, batch: int, bar: Progress) -> Run
         if i % READ_EVERY == 0 or i == steps - 1:
             now = jax.device_get(read)
             started = started or time.perf_counter()
-            text = f"loss {now['loss']:.3f}  loss scale {now['loss_scale']:.0f}  skipped {now['skipped_steps']}"
+            text = f"loss {now['loss']:.3f}, loss scale {now['loss_scale']:.0f}, skipped {now['skipped_steps']}"
             bar.update(task, completed=i + 1, now=text)
     seconds = (time.perf_counter() - started) / max(steps - 1, 1)
     held_out = windows(data.validation, (VALIDATION_WINDOWS,), SEED)
-    columns = {name: np.array(jax.device_get([read[name] for read in history])) for name in history[0]}
-    return Run(
-        state=state,
-        losses=columns["loss"],
-        loss_scales=columns["loss_scale"],
-        skipped=int(columns["skipped_steps"][-1]),
-        validation_loss=float(jax.jit(mean_loss)(state.params, state, held_out)),
-        parameter_bytes=sum(leaf.nbytes for leaf in jax.tree.leaves(state.params)),
-        saved_bytes=saved,
-        seconds=seconds,
-    )
+    loss = jax.jit(mean_loss)(state.params, state, held_out)
+    history = jax.tree.map(lambda *values: np.array(values), *jax.device_get(history))
+    return Run(state, history, float(loss), saved_bytes(state, batches[0]), seconds)
 
 
 def saved_bytes(state: TrainState, batch: np.ndarray) -> int:
@@ -173,31 +162,33 @@ def saved_bytes(state: TrainState, batch: np.ndarray) -> int:
 
 
 def table(runs: dict[str, Run]) -> Table:
-    out = Table(title="One GPT, one seed, the same batches")
+    out = Table(title="One GPT, one seed, the same batches", box=box.SIMPLE_HEAD)
+    out.caption = "loss: on held-out text; saved: for the backward pass, parameters apart"
     out.add_column("policy", no_wrap=True)
-    for name in ("validation loss", "to float32", "skipped", "loss scale", "params MB", "saved MB", "s / step"):
+    for name in ("loss", "to f32", "skips", "loss scale", "params MB", "saved MB", "s/step"):
         out.add_column(name, justify="right")
     reference = runs["float32"].validation_loss
     for policy, run in runs.items():
-        difference = f"{100 * (run.validation_loss / reference - 1):+.2f} %"
-        sizes = f"{run.parameter_bytes / 1e6:.2f}", f"{run.saved_bytes / 1e6:.1f}"
-        counts = str(run.skipped), f"{run.loss_scales[-1]:.0f}"
-        out.add_row(policy, f"{run.validation_loss:.4f}", difference, *counts, *sizes, f"{run.seconds:.3f}")
+        difference = f"{100 * (run.validation_loss / reference - 1):+.2f}%"
+        scaling = str(run.history["skipped_steps"][-1]), f"{run.history['loss_scale'][-1]:.0f}"
+        parameters = sum(leaf.nbytes for leaf in jax.tree.leaves(run.state.params))
+        sizes = f"{parameters / 1e6:.2f}", f"{run.saved_bytes / 1e6:.1f}"
+        out.add_row(policy, f"{run.validation_loss:.4f}", difference, *scaling, *sizes, f"{run.seconds:.3f}")
     return out
 
 
 def plot(runs: dict[str, Run], path: Path) -> None:
     figure, (losses, scale) = plt.subplots(1, 2, figsize=(9, 3.2), layout="constrained", width_ratios=(3, 2))
     for (policy, run), style in zip(runs.items(), ("-", "--", ":"), strict=True):
-        losses.plot(run.losses, style, label=policy, linewidth=1.4)
-    losses.set(xlabel="step", ylabel="training loss", title="The same curve three times")
+        losses.plot(run.history["loss"], style, label=policy, linewidth=1.4)
+    losses.set(xlabel="step", ylabel="training loss", title="Three policies, one curve")
     losses.legend(frameon=False)
-    run = runs["mixed_float16"]
-    scale.step(range(len(run.loss_scales)), run.loss_scales, where="post", color="C2")
-    scale.axvline(len(run.losses) // 2, color="0.6", linestyle=":", label="injected overflow")
+    scales = runs["mixed_float16"].history["loss_scale"]
+    scale.step(range(len(scales)), scales, where="post", color="C2")
+    scale.axvline(len(scales) // 2, color="0.6", linestyle=":", label="injected overflow")
     scale.set_yscale("log", base=2)
     scale.set(xlabel="step", ylabel="loss scale", title="float16: growth, skip, recovery")
-    scale.legend(frameon=False)
+    scale.legend(frameon=False, loc="lower right")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=100)
     plt.close(figure)
@@ -219,11 +210,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=250, help="training steps for each policy (default: 250)")
     parser.add_argument("--batch", type=int, default=8, help="pieces of text a step (default: 8)")
-    parser.add_argument("--out", type=Path, default=Path("train_gpt.png"), help="the picture (default: train_gpt.png)")
+    parser.add_argument("--out", type=Path, default=Path("out/train_gpt.png"), help="the picture")
     args = parser.parse_args()
     console, data = Console(), load_data()
-    device = jax.devices()[0]
-    console.print(f"{len(data.train):,} characters to learn from, {args.batch} x {CONTEXT} a step, on {device}")
+    console.print(f"{len(data.train):,} characters, {args.batch} x {CONTEXT} of them a step, on {jax.devices()[0]}")
     columns = TextColumn("{task.description:15}"), BarColumn(24), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns, TextColumn("{task.fields[now]}"), console=console) as bar:
         runs = {policy: train(policy, data, args.steps, args.batch, bar) for policy in POLICIES}
