@@ -19,6 +19,7 @@ from amp_jax import _regions
 from amp_jax._autocast import autocast
 from amp_jax._errors import AmpValueError
 from amp_jax._graph import FLOAT32
+from amp_jax._methods import public_methods
 from amp_jax._policy import Policy
 
 POLICY, INSIDE = "amp_policy", "amp_inside"
@@ -65,16 +66,9 @@ def _unpickle(kind: type[nn.Module], fields: dict[str, Any], policy: Policy) -> 
 
 
 def _methods(kind: type[nn.Module]) -> dict[str, Callable[..., Any]]:
-    """What the author defined and others call: public methods and `__call__`, below `nn.Module` itself."""
-    found: dict[str, Any] = {}
-    for base in reversed(kind.__mro__[: kind.__mro__.index(nn.Module)]):
-        members: dict[str, Any] = dict(vars(base))
-        for name, held in members.items():
-            called = callable(held) and not isinstance(held, (staticmethod, classmethod, type))
-            if called and name != "setup" and (name == "__call__" or not name.startswith("_")):
-                found[name] = held
-    fields = {f.name for f in dataclasses.fields(kind)}
-    return {name: method for name, method in found.items() if name not in fields}
+    """Public methods, but for `setup`, which only declares, and fields that hold functions."""
+    left = {"setup", *(f.name for f in dataclasses.fields(kind))}
+    return {name: method for name, method in public_methods(kind, nn.Module).items() if name not in left}
 
 
 def _under_policy(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -18,6 +18,7 @@ from amp_jax import _regions
 from amp_jax._autocast import Kept, planned
 from amp_jax._errors import AmpValueError
 from amp_jax._graph import FLOAT32
+from amp_jax._methods import public_methods
 from amp_jax._policy import Policy
 
 POLICY = "amp_policy"
@@ -44,7 +45,11 @@ def wrap(module: nnx.Module, policy: Policy) -> nnx.Module:
 @functools.cache
 def wrapped_class(kind: type[nnx.Module]) -> type[nnx.Module]:
     """The subclass whose public methods run under the instance's policy."""
-    body: dict[str, Any] = {name: _under_policy(kind, method) for name, method in _methods(kind).items()}
+    body: dict[str, Any] = {
+        name: _under_policy(kind, method)
+        for name, method in public_methods(kind, nnx.Module).items()
+        if name not in _STATEFUL
+    }
     body |= {
         "__module__": kind.__module__,
         "__qualname__": kind.__qualname__,
@@ -60,18 +65,6 @@ def _unpickle(kind: type[nnx.Module], held: dict[str, Any]) -> nnx.Module:
     wrapped = object.__new__(wrapped_class(kind))
     vars(wrapped).update(held)
     return wrapped
-
-
-def _methods(kind: type[nnx.Module]) -> dict[str, Callable[..., Any]]:
-    """What the author defined and others call: public methods and `__call__`, below `nnx.Module` itself."""
-    found: dict[str, Any] = {}
-    for base in reversed(kind.__mro__[: kind.__mro__.index(nnx.Module)]):
-        members: dict[str, Any] = dict(vars(base))
-        for name, held in members.items():
-            called = callable(held) and not isinstance(held, (staticmethod, classmethod, type))
-            if called and (name == "__call__" or not name.startswith("_")) and name not in _STATEFUL:
-                found[name] = held
-    return found
 
 
 _STATEFUL = frozenset(("train", "eval", "set_attributes", "init_cache", "set_mode", "add_axis", "remove_axis"))
