@@ -17,9 +17,9 @@ import numpy as np
 from amp_jax import _regions
 from amp_jax._closures import Closure, Same, closure_of
 from amp_jax._emit import emit
-from amp_jax._errors import AmpTypeError
+from amp_jax._errors import AmpTypeError, AmpValueError
 from amp_jax._graph import FLOAT32, dtype_of
-from amp_jax._jaxpr import Trace, is_eager, is_tracer, trace
+from amp_jax._jaxpr import Trace, is_eager, is_tracer, scopes, trace
 from amp_jax._plan import Plan, Rules, entry, plan
 from amp_jax._policy import Policy, get_policy
 
@@ -223,13 +223,37 @@ def plan_of(fun: Callable[..., Any], policy: Policy, inputs: Split, arrays: Sequ
             "number, not an array."
         )
         raise
+    _check_rules(policy, traced)
     entries = [entry(v.aval) for v in traced.jaxpr.invars]
     returned = [FLOAT32 if dtype_of(v.aval) == FLOAT32 else None for v in traced.jaxpr.outvars]
     return traced, plan(traced.jaxpr, traced.consts, entries, rules_of(policy), returned=returned)
 
 
+def _check_rules(policy: Policy, traced: Trace) -> None:
+    """In plain autocast a path is a chain of `jax.named_scope`s; a rule has to name one that there is."""
+    for rule in policy.rules:
+        if isinstance(rule.key, type):
+            raise AmpTypeError(
+                f"`policy` has a rule for the class {rule.key.__name__}: autocast sees operations, not modules. Use "
+                "`amp.wrap(module, policy)`, or a rule for a path of `jax.named_scope`s."
+            )
+    if policy.rules:
+        paths = {_regions.module_path(scope) for scope in scopes(traced.jaxpr)}
+        policy.bind({"/".join(p.split("/")[:n]): object for p in paths for n in range(p.count("/") + 2)})
+
+
 def rules_of(policy: Policy) -> Rules:
-    """The planner's view of a policy, remembering what it said about each scope."""
+    """The planner's view of a policy, remembering what it said about each scope.
+
+    Raises:
+        AmpValueError: The policy computes in float64.
+    """
+    for dtype in (policy.compute_dtype, *(r.compute_dtype for r in policy.rules)):
+        if dtype is not None and np.dtype(dtype).itemsize > FLOAT32.itemsize:
+            raise AmpValueError(
+                f"`policy` is {policy}: autocast computes in bfloat16, float16 or float32. What is float64 in your "
+                "function stays float64 under any policy."
+            )
     region = functools.lru_cache(maxsize=None)(lambda scope: _regions.compute_dtype(scope, policy))
     return Rules(region, dict(policy.ops))
 

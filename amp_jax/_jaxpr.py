@@ -35,6 +35,7 @@ __all__ = [
     "open_jaxpr",
     "rebind",
     "scan_lengths",
+    "scopes",
     "source_line",
     "trace",
     "with_dtype",
@@ -71,6 +72,17 @@ def inner_jaxprs(eqn: JaxprEqn) -> list[Any]:
     for value in eqn.params.values():
         many = value if isinstance(value, (tuple, list)) else (value,)
         found += [v for v in many if hasattr(open_jaxpr(v)[0], "eqns")]
+    return found
+
+
+def scopes(jaxpr: Any, around: str = "") -> set[str]:
+    """The name stack of every equation, those of inner jaxprs joined to that of the equation that holds them."""
+    found: set[str] = set()
+    for eqn in equations(jaxpr):
+        here = "/".join(filter(None, (around, str(eqn.source_info.name_stack))))
+        found.add(here)
+        for inner in inner_jaxprs(eqn):
+            found |= scopes(inner, here)
     return found
 
 

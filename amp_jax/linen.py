@@ -7,7 +7,9 @@ the parameter tree, `isinstance`, attributes, `clone`, and hashing.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+import inspect
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import flax.linen as nn
@@ -15,14 +17,17 @@ import jax
 import jax.numpy as jnp
 from flax.core import lift
 
-from amp_jax import _regions
-from amp_jax._autocast import autocast
+from amp_jax import _casting, _regions
+from amp_jax._autocast import Kept, autocast, planned
+from amp_jax._closures import Same
 from amp_jax._errors import AmpValueError
 from amp_jax._graph import FLOAT32
-from amp_jax._methods import public_methods
+from amp_jax._jaxpr import is_eager, is_tracer
+from amp_jax._linen_rules import Lifted, Rules
+from amp_jax._methods import opened, public_methods, sealed, stored_dtype, without_rules
 from amp_jax._policy import Policy
 
-POLICY, INSIDE = "amp_policy", "amp_inside"
+POLICY, INSIDE, UNDER = "amp_policy", "amp_inside", "amp_under_policy"
 
 
 def wrap(module: nn.Module, policy: Policy) -> nn.Module:
@@ -32,37 +37,40 @@ def wrap(module: nn.Module, policy: Policy) -> nn.Module:
             f"`amp.wrap(module, policy)`: {type(module).__name__} is wrapped already, with {getattr(module, POLICY)}. "
             "Wrap the plain module, or give parts of it a dtype of their own with `policy.override({path: spec})`."
         )
-    kind = wrapped_class(type(module))
+    kind = wrapped_class(type(module), policy)
     if isinstance(module.parent, nn.Module) and module.name is not None:  # made in a compact method: its name is taken
         object.__setattr__(module, "__class__", kind)
-        object.__setattr__(module, POLICY, policy)
         return module
-    fields = {f.name: getattr(module, f.name) for f in dataclasses.fields(module) if f.init and f.name != "parent"}
-    return kind(**fields, parent=module.parent, **{POLICY: policy})
+    return kind(**_fields(module), parent=module.parent)
 
 
 @functools.cache
-def wrapped_class(kind: type[nn.Module]) -> type[nn.Module]:
-    """The subclass whose public methods run under the instance's policy."""
+def wrapped_class(kind: type[nn.Module], policy: Policy) -> type[nn.Module]:
+    """The subclass whose public methods run under the policy.
+
+    The policy belongs to the class, not to a field: `nn.vmap` and `nn.scan` hand all fields to the class below.
+    """
     body: dict[str, Any] = {name: _under_policy(method) for name, method in _methods(kind).items()}
     body |= {
-        "__annotations__": {POLICY: Policy},
+        "__annotations__": {},
         "__module__": kind.__module__,
         "__qualname__": kind.__qualname__,
         "__doc__": kind.__doc__,
-        "__reduce__": lambda self: (_unpickle, (kind, *_fields(self))),
-        POLICY: dataclasses.field(kw_only=True, default=None),
+        "__repr__": nn.nowrap(lambda self: f"amp.wrap({kind.__repr__(self)}, {str(policy)!r})"),
+        "__reduce__": nn.nowrap(lambda self: (_unpickle, (kind, policy, _fields(self)))),
+        "apply": nn.nowrap(_apply(kind)),
+        "init_with_output": nn.nowrap(_init_with_output(kind)),
+        POLICY: policy,
     }
     return type(kind.__name__, (kind,), body)
 
 
-def _fields(module: nn.Module) -> tuple[dict[str, Any], Policy]:
-    names = [f.name for f in dataclasses.fields(module) if f.init and f.name not in ("parent", POLICY)]
-    return {name: getattr(module, name) for name in names}, getattr(module, POLICY)
+def _fields(module: nn.Module) -> dict[str, Any]:
+    return {f.name: getattr(module, f.name) for f in dataclasses.fields(module) if f.init and f.name != "parent"}
 
 
-def _unpickle(kind: type[nn.Module], fields: dict[str, Any], policy: Policy) -> nn.Module:
-    return wrapped_class(kind)(**fields, **{POLICY: policy})
+def _unpickle(kind: type[nn.Module], policy: Policy, fields: dict[str, Any]) -> nn.Module:
+    return wrapped_class(kind, policy)(**fields)
 
 
 def _methods(kind: type[nn.Module]) -> dict[str, Callable[..., Any]]:
@@ -73,110 +81,158 @@ def _methods(kind: type[nn.Module]) -> dict[str, Callable[..., Any]]:
 
 def _under_policy(method: Callable[..., Any]) -> Callable[..., Any]:
     """The method under the policy of its instance; a call from within another method is part of that one."""
+    if hasattr(method, "nowrap"):  # the author says that it touches no variables
+        return method
 
     def inside(self: Any, *args: Any, **kwargs: Any) -> Any:
         object.__setattr__(self, INSIDE, True)
-        return method(self, *args, **kwargs)
+        return sealed(method(self, *args, **kwargs), bare=nn.Module)
 
     functools.update_wrapper(inside, method)
 
     @functools.wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        policy: Policy | None = getattr(self, POLICY)
-        if policy is None or self.scope is None or getattr(self, INSIDE, False):
+        if self.scope is None or getattr(self, INSIDE, False):
             return method(self, *args, **kwargs)
-        lifted = nn.transforms.decorator_lift_transform(_lift, inside, policy=policy, root=self.path)
-        return policy.cast_to_output(lifted(self, *args, **kwargs))
+        policy: Policy = getattr(self, POLICY).resolve()
+        run = Lifted(policy, self.path, self.is_initializing(), method.__name__ == "__call__")
+        lifted = nn.transforms.decorator_lift_transform(_lift, inside, run=run)
+        return policy.cast_to_output(opened(lifted(self, *args, **kwargs)))
 
+    setattr(call, UNDER, True)
     return call
 
 
-def _lift(scope_fun: Callable[..., Any], policy: Policy, root: tuple[str, ...]) -> Callable[..., Any]:
+def _lift(scope_fun: Callable[..., Any], run: Lifted) -> Callable[..., Any]:
     """Autocast for a function of scopes."""
-    policy = policy.resolve()
-    plain = dataclasses.replace(policy, rules=())
+    policy, plain = run.policy, without_rules(run.policy)
 
     def inner(scopes_of: Any, repack: Any, variables: Any, rngs: Any, *args: Any, **kwargs: Any) -> Any:
-        def run(variables: Any, rngs: Any, *args: Any, **kwargs: Any) -> Any:
-            scopes, rules = scopes_of(_as_float32(variables), rngs), _Rules(policy, root)
+        def body(variables: Any, rngs: Any, *args: Any, **kwargs: Any) -> Any:
+            scopes, rules = scopes_of(_as_float32(variables, policy), rngs), Rules(run)
             with nn.intercept_methods(rules) if policy.rules else _regions.nothing():
                 out = scope_fun(scopes, *args, **kwargs)
             changed = repack(scopes)
             bound = rules.bound((variables, changed)) if policy.rules else policy
-            return out, _stored(changed, bound)
+            return out, _stored(changed, variables, bound)
 
-        run.__name__ = getattr(scope_fun, "__name__", "method")
-        return autocast(run, plain)(variables, rngs, *args, **kwargs)
+        body.__name__ = getattr(scope_fun, "__name__", "method")
+        if run.creates:  # as written: the initial values are the plain module's, bit for bit
+            return body(variables, rngs, *args, **kwargs)
+        return autocast(body, plain)(variables, rngs, *args, **kwargs)
 
     return lift.pack(inner, (True,), (True,), (True,), name="amp", enable_kwargs=True)
 
 
-def _as_float32(variables: Any) -> Any:
+def _apply(kind: type[nn.Module]) -> Callable[..., Any]:
+    kept: Kept = OrderedDict()
+
+    @functools.wraps(kind.apply)
+    def apply(
+        self: Any,
+        variables: Any,
+        *args: Any,
+        rngs: Any = None,
+        method: Any = None,
+        mutable: Any = False,
+        capture_intermediates: Any = False,
+        **kwargs: Any,
+    ) -> Any:
+        author, method = method, _own(self, method)
+
+        def run(_: Any, variables: Any, rngs: Any, args: Any, kwargs: Any) -> Any:
+            settings = {"method": method, "mutable": mutable, "capture_intermediates": capture_intermediates}
+            return sealed(kind.apply(self, variables, *args, rngs=rngs, **settings, **kwargs))
+
+        given = (variables, rngs, args, kwargs)
+        if self.scope is not None or not is_eager() or any(is_tracer(x) for x in jax.tree.leaves(given)):
+            return opened(run(None, *given))
+        called = getattr(kind, author or "__call__", None) if author is None or isinstance(author, str) else author
+        key = _Key(frozen((self, author, mutable, capture_intermediates)))
+        policy = without_rules(getattr(self, POLICY))
+        return opened(planned(run, inspect.unwrap(called) if called else run, policy, kept)(key, *given))
+
+    return apply
+
+
+def _init_with_output(kind: type[nn.Module]) -> Callable[..., Any]:
+    @functools.wraps(kind.init_with_output)
+    def init_with_output(self: Any, rngs: Any, *args: Any, method: Any = None, **kwargs: Any) -> Any:
+        return kind.init_with_output(self, rngs, *args, method=_own(self, method), **kwargs)
+
+    return init_with_output
+
+
+def _own(module: nn.Module, method: Any) -> Any:
+    """What `method=` means here: methods of the plain module, and functions of it, run under the policy too."""
+    if isinstance(method, str) and isinstance(getattr(module, method, None), nn.Module):
+        return _under_policy(lambda self, *args, **kwargs: getattr(self, method)(*args, **kwargs))
+    if not callable(method) or isinstance(method, nn.Module):
+        return method
+    fun = getattr(method, "__func__", method)
+    held: Any = getattr(type(module), getattr(fun, "__name__", ""), None)
+    if hasattr(held, UNDER) and inspect.unwrap(held) is inspect.unwrap(fun):
+        return held
+    return _under_policy(fun)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Key:
+    """What an eager call's program depends on, besides its arrays."""
+
+    held: Hashable
+
+
+def frozen(value: Any) -> Hashable:
+    """A hashable account of modules, functions and settings; what can't be compared is equal to itself alone."""
+    if isinstance(value, nn.Module):
+        return type(value), tuple((name, frozen(x)) for name, x in _fields(value).items())
+    if isinstance(value, (list, tuple)):
+        return type(value), tuple(frozen(x) for x in value)
+    if isinstance(value, Mapping):
+        return type(value), tuple((k, frozen(x)) for k, x in value.items())
+    try:
+        hash(value)
+    except TypeError:
+        return Same(value)
+    return type(value), value
+
+
+def _as_float32(variables: Any, policy: Policy) -> Any:
     """Half-stored parameters as the float32 model sees them. The plan knows them as half: no cast is made for it."""
+    if policy.param_dtype == policy.compute_dtype == FLOAT32 and not policy.rules:
+        return variables  # they are the author's own
+    cast = lambda x: x.astype(FLOAT32) if _is_half(x) else x  # noqa: E731
     with _regions.finished():
-        return jax.tree.map(lambda x: x.astype(FLOAT32) if _is_half(x) else x, variables)
+        return _for_collections(lambda n, tree, _: jax.tree.map(cast, tree) if n == "params" else tree, variables)
 
 
 def _is_half(x: Any) -> bool:
     return getattr(x, "dtype", None) in (jnp.bfloat16, jnp.float16)
 
 
-def _stored(groups: Any, policy: Policy) -> Any:
-    """Parameters that were just created, in the param dtype; every other collection stays as it is."""
-    return _for_collections(lambda name, tree: policy.cast_to_param(tree) if name == "params" else tree, groups)
+def _stored(groups: Any, before: Any, policy: Policy) -> Any:
+    """Parameters that were just created, in the param dtype; every other one, and every other collection, stays."""
+
+    def collection(name: str, tree: Any, old: Any) -> Any:
+        if name != "params":
+            return tree
+        dtypes = {path: x.dtype for path, x in jax.tree_util.tree_leaves_with_path(old)}
+
+        def leaf(keys: Any, x: Any) -> Any:
+            path = _casting.path_of(keys)
+            return _casting.cast_leaf(x, dtypes[keys] if keys in dtypes else stored_dtype(policy, path, x.dtype))
+
+        return jax.tree_util.tree_map_with_path(leaf, tree)
+
+    return _for_collections(collection, groups, before)
 
 
-def _for_collections(fun: Callable[[str, Any], Any], groups: Any) -> Any:
+def _for_collections(fun: Callable[[str, Any, Any], Any], groups: Any, others: Any = None) -> Any:
     """Apply a function to each collection in what a lifted function gets and gives: dicts of collections in tuples."""
     if isinstance(groups, Mapping):
-        return {name: fun(name, tree) for name, tree in groups.items()}
-    return type(groups)(_for_collections(fun, g) for g in groups) if isinstance(groups, (tuple, list)) else groups
-
-
-class _Rules:
-    """A method interceptor that opens a region where a module's rule differs from that of the module around it."""
-
-    def __init__(self, policy: Policy, root: tuple[str, ...]):
-        self.policy, self.root = policy, root
-        self.modules: dict[str, type] = {}
-        """The type of each module that was called, by path."""
-
-    def __call__(self, method: Any, args: Any, kwargs: Any, context: Any) -> Any:
-        module = context.module
-        if module.scope is None or context.method_name == "setup":
-            return method(*args, **kwargs)
-        path = module.path[len(self.root) :]
-        self.modules["/".join(path)] = type(module)
-        here = self.policy.at("/".join(path), self.modules).compute_dtype
-        around = self.policy.at("/".join(path[:-1]), self.modules).compute_dtype if path else self.policy.compute_dtype
-        with _regions.region(here) if here != around else _regions.nothing():
-            return method(*args, **kwargs)
-
-    def bound(self, groups: Any) -> Policy:
-        """The policy with its class keys as paths, checked against the modules that were called or hold variables.
-
-        A class key may stay unmatched by a method that doesn't call such a module; a path has to exist.
-        """
-        held = dict.fromkeys(_module_paths(groups), nn.Module)
-        known = held | self.modules
-        called = [r for r in self.policy.rules if isinstance(r.key, str) or any(r.matches(*m) for m in known.items())]
-        creates = any("params" in collections for collections in _collections(groups[1]))
-        rules = self.policy.rules if creates else tuple(called)
-        return dataclasses.replace(self.policy, rules=rules).bind(known)
-
-
-def _collections(groups: Any) -> list[Mapping[str, Any]]:
-    if isinstance(groups, Mapping):
-        return [groups]
-    return [c for g in groups for c in _collections(g)] if isinstance(groups, (tuple, list)) else []
-
-
-def _module_paths(groups: Any) -> set[str]:
-    """The paths of all modules that hold variables, and of those around them."""
-    paths: set[str] = set()
-    for collections in _collections(groups):
-        for tree in collections.values():
-            for keys, _ in jax.tree_util.tree_leaves_with_path(tree):
-                names = [str(getattr(k, "key", k)) for k in keys]
-                paths |= {"/".join(names[:n]) for n in range(len(names))}
-    return paths
+        return {name: fun(name, tree, (others or {}).get(name)) for name, tree in groups.items()}
+    if isinstance(groups, (tuple, list)):
+        beside = others if others is not None else [None] * len(groups)
+        return type(groups)(_for_collections(fun, g, o) for g, o in zip(groups, beside, strict=True))
+    return groups

@@ -5,23 +5,24 @@ be traced it is *split* into a static graph and its state, and *merged* again in
 handed out and put back into the module that the caller holds.
 """
 
-import dataclasses
+import contextvars
 import functools
 from collections import OrderedDict
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
-from amp_jax import _regions
+from amp_jax import _casting, _regions
 from amp_jax._autocast import Kept, planned
 from amp_jax._errors import AmpValueError
 from amp_jax._graph import FLOAT32
-from amp_jax._methods import public_methods
+from amp_jax._methods import Sealed, opened, public_methods, sealed, stored_dtype, without_rules
 from amp_jax._policy import Policy
 
-POLICY = "amp_policy"
+POLICY, SCOPED = "amp_policy", "amp_scoped"
 
 
 def wrap(module: nnx.Module, policy: Policy) -> nnx.Module:
@@ -32,21 +33,22 @@ def wrap(module: nnx.Module, policy: Policy) -> nnx.Module:
             "Wrap the plain module, or give parts of it a dtype of their own with `policy.override({path: spec})`."
         )
     if policy.rules:
-        policy = policy.bind({"/".join(map(str, path)): type(m) for path, m in nnx.iter_modules(module)})
-    wrapped = object.__new__(wrapped_class(type(module)))
+        policy = policy.bind({_joined(path): type(m) for path, m in nnx.iter_modules(module)})
+    wrapped = object.__new__(wrapped_class(type(module), policy))
     vars(wrapped).update(vars(module))
-    setattr(wrapped, POLICY, policy)
     if policy.param_dtype != FLOAT32 or policy.rules:
         params = nnx.state(wrapped, nnx.Param)
-        nnx.update(wrapped, policy.cast_to_param(params))
+        resolved = policy.resolve()
+        stored = lambda keys, x: _casting.cast_leaf(x, stored_dtype(resolved, _casting.path_of(keys), x.dtype))  # noqa: E731
+        nnx.update(wrapped, jax.tree_util.tree_map_with_path(stored, params))
     return wrapped
 
 
 @functools.cache
-def wrapped_class(kind: type[nnx.Module]) -> type[nnx.Module]:
-    """The subclass whose public methods run under the instance's policy."""
+def wrapped_class(kind: type[nnx.Module], policy: Policy) -> type[nnx.Module]:
+    """The subclass whose public methods run under the policy; an attribute for it would be a part of the model."""
     body: dict[str, Any] = {
-        name: _under_policy(kind, method)
+        name: _under_policy(kind, policy, method)
         for name, method in public_methods(kind, nnx.Module).items()
         if name not in _STATEFUL
     }
@@ -54,67 +56,126 @@ def wrapped_class(kind: type[nnx.Module]) -> type[nnx.Module]:
         "__module__": kind.__module__,
         "__qualname__": kind.__qualname__,
         "__doc__": kind.__doc__,
-        "__reduce__": lambda self: (_unpickle, (kind, dict(vars(self)))),
-        "amp_wraps": kind,
+        "__repr__": lambda self: f"amp.wrap({kind.__repr__(self)}, {str(policy)!r})",
+        "__reduce__": lambda self: (_unpickle, (kind, policy, dict(vars(self)))),
+        POLICY: policy,
     }
     metaclass: Any = type(kind)
     return metaclass(kind.__name__, (kind,), body)
 
 
-def _unpickle(kind: type[nnx.Module], held: dict[str, Any]) -> nnx.Module:
-    wrapped = object.__new__(wrapped_class(kind))
+def _unpickle(kind: type[nnx.Module], policy: Policy, held: dict[str, Any]) -> nnx.Module:
+    wrapped = object.__new__(wrapped_class(kind, policy))
     vars(wrapped).update(held)
     return wrapped
 
 
-_STATEFUL = frozenset(("train", "eval", "set_attributes", "init_cache", "set_mode", "add_axis", "remove_axis"))
+_STATEFUL = frozenset(
+    ("train", "eval", "set_attributes", "set_view", "init_cache", "set_mode", "add_axis", "remove_axis")
+)
 """Methods that set attributes of the module itself; they compute nothing."""
 
 
-def _under_policy(kind: type[nnx.Module], method: Callable[..., Any]) -> Callable[..., Any]:
+def _under_policy(kind: type[nnx.Module], policy: Policy, method: Callable[..., Any]) -> Callable[..., Any]:
     kept: Kept = OrderedDict()
+    run = functools.partial(planned, policy=without_rules(policy), kept=kept)
 
     @functools.wraps(method)
     def inside(self: Any, *args: Any, **kwargs: Any) -> Any:
-        self.__class__ = kind  # the merged copy is plain: its methods call each other without a border
-        _place_rules(self, getattr(self, POLICY).resolve())
-        return method(self, *args, **kwargs)
+        wrapped = type(self)
+        _become(self, kind)  # the merged copy is plain: its methods call each other without a border
+        resolved = policy.resolve()
+        _place_scopes(self, resolved)
+        token = _RUNNING.set(_Running("", resolved.compute_dtype))
+        try:
+            return method(self, *args, **kwargs)
+        finally:
+            _RUNNING.reset(token)
+            _take_scopes(self)
+            _become(self, wrapped)
 
     @functools.wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        policy: Policy = getattr(self, POLICY)
-        run = functools.partial(planned, policy=dataclasses.replace(policy, rules=()), kept=kept)
         return policy.cast_to_output(with_updates(run, inside, (self, *args), kwargs))
 
     return call
 
 
-def _place_rules(root: nnx.Module, policy: Policy) -> None:
-    """Give each submodule its scope, and a region where its rule differs from that of the module around it."""
+class _Running(NamedTuple):
+    """The module whose method is running, and the compute dtype that it has."""
+
+    path: str
+    dtype: Any
+
+
+_RUNNING: contextvars.ContextVar[_Running] = contextvars.ContextVar("amp_running")
+"""Follows the calls of one trace, as the call stack does; between traces it holds nothing."""
+
+
+def _place_scopes(root: nnx.Module, policy: Policy) -> None:
+    """Give each submodule its scope, and a region where its rule differs from that of the module that calls it."""
     for path, module in nnx.iter_modules(root):
-        if not path or isinstance(module, nnx.Rngs):
-            continue
-        names = [str(p) for p in path]
-        here = policy.at("/".join(names)).compute_dtype
-        around = policy.at("/".join(names[:-1])).compute_dtype
-        module.__class__ = _scoped(type(module), names[-1], here if here != around else None)
+        if path and not isinstance(module, nnx.Rngs):
+            _become(module, _scoped(type(module), _joined(path), policy.at(_joined(path)).compute_dtype))
 
 
-@functools.cache
-def _scoped(kind: type[nnx.Module], name: str, dtype: Any) -> type[nnx.Module]:
-    """The subclass for one instance whose methods are traced in a scope with its name."""
+def _take_scopes(root: nnx.Module) -> None:
+    for _, module in nnx.iter_modules(root):
+        _become(module, getattr(type(module), SCOPED, type(module)))
+
+
+def _become(module: nnx.Module, kind: type[nnx.Module]) -> None:
+    """Change the class beneath nnx, which would note it as one more attribute of the model."""
+    object.__setattr__(module, "__class__", kind)
+
+
+@functools.lru_cache(maxsize=4096)
+def _scoped(kind: type[nnx.Module], path: str, dtype: Any) -> type[nnx.Module]:
+    """The subclass for one instance whose methods are traced in a scope with its path."""
+    here = _Running(path, dtype)
 
     def scoped(method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            with jax.named_scope(name), _regions.region(dtype) if dtype is not None else _regions.nothing():
+            around = _RUNNING.get(_Running("", dtype))
+            if around.path == path:
                 return method(self, *args, **kwargs)
+            name = path.removeprefix(around.path + "/")
+            region = _regions.region(dtype) if dtype != around.dtype else _regions.nothing()
+            token = _RUNNING.set(here)
+            try:
+                with jax.named_scope(name), region:
+                    return method(self, *args, **kwargs)
+            finally:
+                _RUNNING.reset(token)
 
         return call
 
-    body = {"__call__": scoped(kind.__call__)} if callable(getattr(kind, "__call__", None)) else {}  # noqa: B004
+    methods = public_methods(kind, nnx.Module).items()
+    body = {name: scoped(method) for name, method in methods if name not in _STATEFUL}
     metaclass: Any = type(kind)
-    return metaclass(kind.__name__, (kind,), {"__module__": kind.__module__, "__qualname__": kind.__qualname__, **body})
+    body |= {"__module__": kind.__module__, "__qualname__": kind.__qualname__, SCOPED: kind}
+    return metaclass(kind.__name__, (kind,), body)
+
+
+def _joined(path: tuple[Any, ...]) -> str:
+    return "/".join(map(str, path))
+
+
+class _Changed(NamedTuple):
+    """What a function changed in its modules: leaves of their state, and the graph if that is another now.
+
+    Attributes:
+        leaves: New leaves of the state after the call, by number.
+        old: The number that every other leaf had before the call, by its number now; sealed.
+        state: The structure of the state after the call, sealed; None where it is as before.
+        graph: The graph after the call; None where it is as before, attributes and submodules included.
+    """
+
+    leaves: dict[int, Any]
+    old: Any = None
+    state: Any = None
+    graph: Any = None
 
 
 def with_updates(
@@ -135,33 +196,80 @@ def with_updates(
     graph, state = nnx.split(nodes)
 
     def pure(graph: Any, state: Any, others: Any) -> Any:
+        stored = [getattr(x, "dtype", None) for x in jax.tree.leaves(state)]
         with _regions.finished():
-            state = jax.tree.map(_as_float32, state)
+            state = _as_float32(state)
         inside = nnx.merge(graph, state)
         before, structure = jax.tree.flatten(state)
         merged = iter(inside)
         given = [next(merged) if is_node else x for is_node, x in zip(where, others, strict=True)]
         args, kwargs = jax.tree.unflatten(tree, given)
-        out = fun(*args, **kwargs)
-        after = nnx.split(inside)[1]
-        if jax.tree.structure(after) != structure:
-            return out, after, {}
-        changed = {i: x for i, (x, old) in enumerate(zip(jax.tree.leaves(after), before, strict=True)) if x is not old}
-        return out, None, changed
+        out = sealed(fun(*args, **kwargs))
+        return out, _changes(inside, graph, before, structure, stored)
 
-    out, replaced, changed = run(pure, fun)(graph, state, others)
-    if changed:
-        now, structure = jax.tree.flatten(state)
-        replaced = jax.tree.unflatten(structure, [changed.get(i, x) for i, x in enumerate(now)])
-    if replaced is not None:
-        nnx.update(nodes, replaced)
-    return out
+    out, changed = run(pure, fun)(graph, state, others)
+    _put_back(nodes, state, changed)
+    return opened(out)
+
+
+def _changes(inside: list[Any], graph: Any, before: list[Any], structure: Any, stored: list[Any]) -> _Changed:
+    """What differs from before; parameters leave in the dtype that they are stored in."""
+    graph_after, after = nnx.split(inside)
+    leaves, structure_after = jax.tree.flatten(after)
+    if structure_after == structure and graph_after == graph:
+        new = enumerate(zip(leaves, before, stored, strict=True))
+        return _Changed({i: _casting.cast_leaf(x, dtype) for i, (x, old, dtype) in new if x is not old})
+    number = {id(x): i for i, x in enumerate(before)}
+    old = {i: number[id(x)] for i, x in enumerate(leaves) if id(x) in number}
+    new = {i: x for i, x in enumerate(leaves) if i not in old}
+    return _Changed(new, Sealed(old), Sealed(structure_after), graph_after)
+
+
+def _put_back(nodes: list[Any], state: Any, changed: _Changed) -> None:
+    leaves, structure = jax.tree.flatten(state)
+    if changed.graph is not None:
+        held = changed.leaves | {i: leaves[j] for i, j in changed.old.held.items()}
+        after = jax.tree.unflatten(changed.state.held, [held[i] for i in range(len(held))])
+        for old, new in zip(nodes, nnx.merge(changed.graph, after), strict=True):
+            _adopt(old, new, set())
+    elif changed.leaves:
+        nnx.update(nodes, jax.tree.unflatten(structure, [changed.leaves.get(i, x) for i, x in enumerate(leaves)]))
+
+
+def _adopt(old: Any, new: Any, seen: set[int]) -> None:
+    """Make `old` what `new` is, keeping its own Variables and submodules wherever they are still of one kind."""
+    if id(new) in seen:
+        return
+    seen.add(id(new))
+    if isinstance(new, nnx.Variable):
+        if old.get_value() is not new.get_value():
+            old.set_value(new.get_value())
+        return
+    mine, theirs = dict(_attributes(old)), dict(_attributes(new))
+    for name in mine.keys() - theirs.keys():
+        delattr(old, name)
+    for name, value in theirs.items():
+        held = mine.get(name)
+        if isinstance(value, (nnx.Pytree, nnx.Variable)) and type(held) is type(value):
+            _adopt(held, value, seen)
+        elif held is not value:
+            setattr(old, name, value)
+
+
+def _attributes(node: Any) -> Iterator[tuple[str, Any]]:
+    return ((name, held) for name, held in vars(node).items() if not name.startswith("_pytree__"))
 
 
 def _is_node(x: Any) -> bool:
     return isinstance(x, (nnx.Module, nnx.Rngs, nnx.Optimizer, nnx.Variable))
 
 
-def _as_float32(x: Any) -> Any:
-    """A half-stored parameter as the float32 model sees it. The plan knows it as half: no cast is made for it."""
-    return x.astype(FLOAT32) if getattr(x, "dtype", None) in (jax.numpy.bfloat16, jax.numpy.float16) else x
+def _as_float32(state: Any) -> Any:
+    """Half-stored parameters as the float32 model sees them. The plan knows them as half: no cast is made for it."""
+
+    def cast(x: Any) -> Any:
+        if not isinstance(x, nnx.Param) or x.dtype not in (jnp.bfloat16, jnp.float16):
+            return x
+        return x.replace(x.get_value().astype(FLOAT32))
+
+    return jax.tree.map(cast, state, is_leaf=lambda x: isinstance(x, nnx.Variable))

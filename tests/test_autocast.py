@@ -242,3 +242,17 @@ def test_rules_on_scopes_hold_in_plain_autocast():
 
     policy = amp.get_policy("mixed_bfloat16").override({"head": "float32"})
     assert result_dtypes(autocast(model, policy), ONES) == ["f32", "bf16"]
+
+
+@pytest.mark.parametrize(
+    ("key", "error", "says"), [("haed", amp.AmpValueError, "head"), (nnx.Linear, amp.AmpTypeError, "amp.wrap")]
+)
+def test_a_rule_that_no_scope_matches_is_named(key, error, says):
+    policy = amp.get_policy("mixed_bfloat16").override({key: "float32"})
+    with pytest.raises(error, match=says):
+        autocast(jax.named_scope("head")(lambda x: x @ x), policy)(ONES)
+
+
+def test_float64_is_no_compute_dtype_for_autocast():
+    with pytest.raises(amp.AmpValueError, match=r"compute=float64.*autocast computes in bfloat16, float16 or float32"):
+        autocast(lambda x: x @ x, amp.Policy("float32", "float64", "float32"))(ONES)

@@ -1,6 +1,7 @@
 """wrap for linen: the same tree, state and draws; products in half; rules by path and class."""
 
 import pickle
+from unittest.mock import Mock
 
 import flax.linen as nn
 import jax
@@ -102,7 +103,7 @@ def test_it_is_still_the_authors_module():
     assert hash(model) == hash(model.clone())
     assert type(model.clone(width=6)) is type(model)
     assert pickle.loads(pickle.dumps(model)) == model
-    assert "amp_policy" in repr(model)
+    assert repr(model) == f"amp.wrap({Net(width=5)!r}, 'params=float32,compute=bfloat16,output=float32')"
     assert model.bind(Net(width=5).init(KEYS, X))(X, train=False).shape == (2, 3)
     assert "Dense_0" in model.tabulate(KEYS, X)
     out, variables = model.init_with_output(KEYS, X)
@@ -256,3 +257,49 @@ def test_outputs_leave_in_the_output_dtype(policy):
     half = amp.get_policy(policy).with_output_dtype("bfloat16")
     assert amp.wrap(Net(), policy).apply(variables, X, train=False).dtype == jnp.float32
     assert amp.wrap(Net(), half).apply(variables, X, train=False).dtype == jnp.bfloat16
+
+
+class Odd(nn.Module):
+    head: nn.Module = nn.Dense(2)
+
+    @nn.compact
+    def __call__(self, x, scale: str = "one"):
+        TRACED(scale)
+        return {"a": self.head(x), "said": scale, "how": len}
+
+
+TRACED = Mock()
+
+
+def test_an_eager_apply_traces_once_and_returns_what_is_no_array():
+    model = amp.wrap(Odd(), "mixed_bfloat16")
+    variables = model.init(KEYS, X)
+    TRACED.reset_mock()
+    outs = [model.apply(variables, X, scale="two") for _ in range(3)]
+    TRACED.assert_called_once_with("two")
+    assert outs[2]["said"] == "two"
+    assert outs[2]["how"] is len
+    assert model.apply(variables, X)["said"] == "one"  # another argument, another trace
+    same(outs[0]["a"], outs[2]["a"])
+
+
+def test_method_names_a_submodule_or_a_function_of_the_module():
+    model = amp.wrap(Odd(), "mixed_bfloat16")
+    variables = model.init(KEYS, X)
+    for method in ("head", lambda m, x: m.head(x), Odd.__call__):
+        operands = dot_operands(
+            lambda x, method=method: jax.tree.leaves(model.apply(variables, x, method=method))[0], X
+        )
+        assert operands == {"bfloat16"}
+
+
+def test_parameters_that_the_author_made_half_stay_half():
+    class Half(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            x = nn.Dense(2)(x)
+            return nn.Dense(2, param_dtype=jnp.float16)(x)
+
+    params = amp.wrap(Half(), "params=bfloat16,compute=bfloat16,output=float32").init(KEYS, X)["params"]
+    assert {x.dtype.name for x in jax.tree.leaves(params["Dense_0"])} == {"bfloat16"}
+    assert {x.dtype.name for x in jax.tree.leaves(params["Dense_1"])} == {"float16"}

@@ -173,3 +173,31 @@ def test_sown_values_come_out():
     model, x = amp.wrap(Sower(nnx.Rngs(0)), "mixed_bfloat16"), normal(0, 2, 4)
     out, captured = nnx.capture(lambda m, x: m(x), nnx.Intermediate)(model, x)
     np.testing.assert_array_equal(jax.tree.leaves(captured)[0], out)
+
+
+def test_a_call_may_change_what_the_module_is_made_of():
+    class Grows(nnx.Module):
+        def __init__(self, rngs):
+            self.first, self.calls = nnx.Linear(3, 3, rngs=rngs), 0
+
+        def __call__(self, x):
+            self.calls += 1
+            if self.calls == 2:
+                self.cache = nnx.Cache(x)
+                self.second = nnx.Linear(3, 3, rngs=nnx.Rngs(1))
+            return (self.second if self.calls >= 2 else self.first)(x)
+
+    plain, wrapped = Grows(nnx.Rngs(0)), amp.wrap(Grows(nnx.Rngs(0)), "mixed_bfloat16")
+    kernel = wrapped.first.kernel
+    for _ in range(3):
+        assert relative_error(wrapped(X), plain(X)) < 0.02
+    assert wrapped.calls == plain.calls == 3
+    assert wrapped.first.kernel is kernel
+    np.testing.assert_array_equal(wrapped.cache.get_value(), X)
+
+
+def test_it_says_what_it_is():
+    assert (
+        repr(amp.wrap(net(), "mixed_float16"))
+        == f"amp.wrap({net()!r}, 'params=float32,compute=float16,output=float32')"
+    )
