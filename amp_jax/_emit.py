@@ -14,6 +14,8 @@ from jax import lax
 from amp_jax import _custom_rules
 from amp_jax._jaxpr import as_function, bind, current_stack, rebind, scan_lengths, within
 from amp_jax._plan import Plan, Step
+from amp_jax._product import product
+from amp_jax._recompute import schedule
 
 FLOAT32 = np.dtype(np.float32)
 _DTYPE_PARAMS = ("preferred_element_type", "out_dtype", "dtype", "new_dtype")
@@ -21,29 +23,66 @@ _DTYPE_PARAMS = ("preferred_element_type", "out_dtype", "dtype", "new_dtype")
 
 def emit(plan: Plan, args: Sequence[Any]) -> list[Any]:
     """Evaluate the plan; `args` come in `plan.input_dtypes`, results leave in `plan.output_dtypes`."""
-    held: dict[int, Any] = dict(zip(plan.inputs, args, strict=True))
-    casts: dict[tuple[int, np.dtype[Any]], Any] = {}
+    held = _Held(plan, dict(zip(plan.inputs, args, strict=True)))
     base = current_stack()
+    for unit in schedule(plan):
+        if len(unit) == 1:
+            _advance(held, unit, base)
+        else:
+            _recomputed(held, unit, base)
+    return [held.read(i, d) for i, d in zip(plan.outputs, plan.output_dtypes, strict=True)]
 
-    def read(number: int, dtype: np.dtype[Any] | None) -> Any:
-        if number not in held:
-            held[number] = plan.constants[number]
-        value = held[number]
-        if dtype is None or plan.avals[number].dtype != FLOAT32 or _dtype(value) == dtype:
+
+class _Held:
+    """The values that there are so far, and what they were cast to."""
+
+    def __init__(self, plan: Plan, values: dict[int, Any]):
+        self.plan, self.values, self.casts = plan, values, dict[tuple[int, np.dtype[Any]], Any]()
+
+    def read(self, number: int, dtype: np.dtype[Any] | None) -> Any:
+        if number not in self.values:
+            self.values[number] = self.plan.constants[number]
+        value = self.values[number]
+        if dtype is None or self.plan.avals[number].dtype != FLOAT32 or _dtype(value) == dtype:
             return value
         key = (number, dtype)
-        if key not in casts:
-            casts[key] = cast(value, dtype)
-        return casts[key]
+        if key not in self.casts:
+            self.casts[key] = cast(value, dtype)
+        return self.casts[key]
 
-    for step in plan.steps:
+
+def _advance(held: _Held, numbers: Sequence[int], base: Any) -> None:
+    """Run steps, in order."""
+    for step in (held.plan.steps[n] for n in numbers):
         with within(step.eqn, base if step.stack is None else base + step.stack):
             operands = [
-                spread(read(i, None), d, step) if _sinks(plan, step, i, d) else read(i, d)
+                spread(held.read(i, None), d, step) if _sinks(held.plan, step, i, d) else held.read(i, d)
                 for i, d in zip(step.inputs, step.operand_dtypes, strict=True)
             ]
-            held.update(zip(step.outputs, run(step, operands), strict=True))
-    return [read(i, d) for i, d in zip(plan.outputs, plan.output_dtypes, strict=True)]
+            if any(held.plan.born_in_float32(step, i) for i in step.inputs):
+                x, y = (
+                    held.read(i, None if held.plan.born_in_float32(step, i) else d)
+                    for i, d in zip(step.inputs, step.operand_dtypes, strict=True)
+                )
+                held.values[step.outputs[0]] = product((x, y), operands, step.eqn.params)
+            else:
+                held.values.update(zip(step.outputs, run(step, operands), strict=True))
+
+
+def _recomputed(held: _Held, numbers: Sequence[int], base: Any) -> None:
+    """Run steps as one block that keeps nothing but its inputs for the backward pass."""
+    steps, inside = [held.plan.steps[n] for n in numbers], set(numbers)
+    made = dict.fromkeys(v for step in steps for v in step.outputs)
+    given = dict.fromkeys(v for s in steps for v in s.inputs if v not in made and v not in held.plan.constants)
+    leaving = [v for v in made if not inside.issuperset(held.plan.users[v])]
+
+    @jax.checkpoint
+    def block(*args: Any) -> list[Any]:
+        own = _Held(held.plan, dict(zip(given, args, strict=True)))
+        _advance(own, numbers, base)
+        return [own.values[v] for v in leaving]
+
+    held.values.update(zip(leaving, block(*(held.read(v, None) for v in given)), strict=True))
 
 
 def _sinks(plan: Plan, step: Step, number: int, dtype: np.dtype[Any] | None) -> bool:

@@ -18,7 +18,8 @@ import jax
 import numpy as np
 from jax.core import Tracer, eval_context, eval_jaxpr
 from jax.extend import source_info_util
-from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var, get_opaque_trace_state
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive, Var, get_opaque_trace_state
+from jax.interpreters import ad, batching, mlir
 
 __all__ = [
     "JaxprEqn",
@@ -27,11 +28,14 @@ __all__ = [
     "Var",
     "as_function",
     "bind",
+    "cotangent",
     "current_stack",
+    "effectful",
     "equations",
     "inner_jaxprs",
     "is_eager",
     "is_tracer",
+    "new_bilinear",
     "open_jaxpr",
     "rebind",
     "scan_lengths",
@@ -73,6 +77,11 @@ def inner_jaxprs(eqn: JaxprEqn) -> list[Any]:
         many = value if isinstance(value, (tuple, list)) else (value,)
         found += [v for v in many if hasattr(open_jaxpr(v)[0], "eqns")]
     return found
+
+
+def effectful(eqn: JaxprEqn) -> bool:
+    """Whether it does more than to compute its results: prints, calls back, reads or writes a reference."""
+    return bool(eqn.effects)
 
 
 def scopes(jaxpr: Any, around: str = "") -> set[str]:
@@ -130,6 +139,64 @@ def rebind(eqn: JaxprEqn, body: Callable[..., list[Any]], operands: Sequence[Any
 def with_dtype(aval: Any, dtype: Any) -> Any:
     """The same abstract value in another dtype: shape, sharding and varying-axis type stay."""
     return aval.update(dtype=np.dtype(dtype), weak_type=False)
+
+
+def new_bilinear(
+    name: str,
+    fun: Callable[..., Any],
+    on_cpu: Callable[..., Any],
+    transposes: tuple[Callable[..., Any], Callable[..., Any]],
+    batched: Callable[..., Any],
+    params: Sequence[str],
+) -> Primitive:
+    """A primitive of two operands, linear in each.
+
+    Args:
+        name: As jaxprs spell it.
+        fun: `(x, y, **params)` in terms of other primitives.
+        on_cpu: The same, as the CPU is to compute it.
+        transposes: `(cotangent, x, y, **params)`, for `x` and for `y`; that operand is an aval holder.
+        batched: The rule of `vmap`: `((x, y), axes, **params)` -> result and its axis.
+        params: The names of the params, all hashable.
+    """
+    new = Primitive(name)
+    new.def_impl(jax.jit(lambda x, y, **given: new.bind(x, y, **given), static_argnames=params))
+    new.def_abstract_eval(lambda x, y, **given: jax.make_jaxpr(lambda x, y: fun(x, y, **given))(x, y).out_avals[0])
+    mlir.register_lowering(new, mlir.lower_fun(fun, multiple_results=False))
+    mlir.register_lowering(new, mlir.lower_fun(on_cpu, multiple_results=False), platform="cpu")
+    ad.defbilinear(new, *transposes)
+    batching.primitive_batchers[new] = batched
+    return new
+
+
+def cotangent(
+    primitive: Primitive, side: int, result: Any, aval: Any, other: Any, params: dict[str, Any], new: Callable[..., Any]
+) -> Any:
+    """What a bilinear primitive's transpose rule gives for one operand, with another function in the primitive's place.
+
+    Args:
+        primitive: Whose rule.
+        side: 0 or 1: which operand.
+        result: The cotangent of the result.
+        aval: The operand's abstract value.
+        other: The other operand.
+        params: What the primitive was bound with.
+        new: `(x, y, **params)`, called where the rule binds the primitive.
+    """
+    rule = ad.get_primitive_transpose(primitive)
+
+    def as_it_is(result: Any, other: Any) -> Any:
+        operands = [other, other]
+        operands[side] = ad.UndefinedPrimal(aval)
+        return rule(result, *operands, **params)[side]
+
+    jaxpr, _, _ = trace(as_it_is, result, other)
+    values: dict[Any, Any] = dict(zip(jaxpr.invars, (result, other), strict=True))
+    for eqn in jaxpr.eqns:
+        operands = [v.val if isinstance(v, Literal) else values[v] for v in eqn.invars]
+        out = [new(*operands, **eqn.params)] if eqn.primitive is primitive else bind(eqn, operands, eqn.params)
+        values.update(zip(eqn.outvars, out, strict=True))
+    return values[jaxpr.outvars[0]]
 
 
 def current_stack() -> Any:

@@ -53,6 +53,8 @@ class Plan(NamedTuple):
     avals: tuple[Any, ...]
     dtypes: tuple[np.dtype[Any] | None, ...]
     """The dtype that each value is held in."""
+    silent: tuple[bool, ...]
+    """Whether each is a parameter, a constant, an input, or computed from those alone."""
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     constants: Mapping[int, Any]
@@ -69,6 +71,11 @@ class Plan(NamedTuple):
         """Whether the program runs exactly as it was traced."""
         inner = all(p.unchanged for step in self.steps for p in step.plans)
         return inner and all(d is None or d == dtype_of(a) for d, a in zip(self.dtypes, self.avals, strict=True))
+
+    def born_in_float32(self, step: Step, value: int) -> bool:
+        """Whether this operand's cotangent is to be born in float32: a parameter in a low matrix product."""
+        low = any(d not in (None, FLOAT32) for d in step.operand_dtypes)
+        return low and step.eqn.primitive.name == "dot_general" and self.silent[value]
 
 
 @dataclass(frozen=True)
@@ -265,6 +272,7 @@ def _freeze(graph: Graph, entries: Sequence[Entry], leaving_in: Sequence[Any], r
         tuple(steps),
         tuple(v.aval for v in values),
         tuple(v.dtype for v in values),
+        tuple(v.silent for v in values),
         tuple(graph.inputs),
         tuple(graph.outputs),
         graph.constants,

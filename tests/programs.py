@@ -19,14 +19,14 @@ def result_dtypes(fun: Callable[..., Any], *args: Any, of: str = "dot_general") 
     return re.findall(rf"(\w+)\[[\d,]*\](?:\{{[^}}]*\}})? = {of}\b", str(jax.make_jaxpr(fun)(*args)))
 
 
-def dot_operands(fun: Callable[..., Any], *args: Any) -> set[str]:
-    """The dtypes of all operands of all matrix products."""
-    found: set[str] = set()
+def products(fun: Callable[..., Any], *args: Any) -> list[tuple[str, str, str]]:
+    """The dtypes of both operands and of the result of every matrix product, inner programs included."""
+    found: list[tuple[str, str, str]] = []
 
     def walk(jaxpr: Any) -> None:
         for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
-            if eqn.primitive.name in ("dot_general", "conv_general_dilated"):
-                found.update(v.aval.dtype.name for v in eqn.invars)
+            if eqn.primitive.name in ("dot_general", "mixed_dot_general", "conv_general_dilated"):
+                found.append(tuple(v.aval.dtype.name for v in (*eqn.invars, *eqn.outvars)))
             for param in eqn.params.values():
                 for inner in param if isinstance(param, (tuple, list)) else (param,):
                     if hasattr(getattr(inner, "jaxpr", inner), "eqns"):
@@ -34,6 +34,11 @@ def dot_operands(fun: Callable[..., Any], *args: Any) -> set[str]:
 
     walk(jax.make_jaxpr(fun)(*args))
     return found
+
+
+def dot_operands(fun: Callable[..., Any], *args: Any) -> set[str]:
+    """The dtypes of all operands of all matrix products."""
+    return {operand for x, y, _ in products(fun, *args) for operand in (x, y)}
 
 
 def autocast(fun: Callable[..., Any], policy: str) -> Callable[..., Any]:

@@ -93,3 +93,53 @@ def test_custom_rules_keep_their_bodies_where_they_are_looked_for():
     eqn, _ = only(f, ONES)
     assert eqn.primitive.name == "custom_vjp_call"
     assert eqn.params["symbolic_zeros"] is False
+
+
+def test_what_prints_or_calls_back_has_effects():
+    printed, _ = only(lambda x: (jax.debug.print("{}", x), x)[1], ONES)
+    plain, _ = only(jnp.sin, ONES)
+    assert _jaxpr.effectful(printed)
+    assert not _jaxpr.effectful(plain)
+
+
+def times(x, y, *, sign):
+    return x * y if sign > 0 else -(x * y)
+
+
+def new_times(name):
+    """A bilinear primitive that says on the CPU, where these tests run, that it is on the CPU: it adds 100."""
+    return _jaxpr.new_bilinear(
+        name,
+        times,
+        lambda x, y, *, sign: times(x, y, sign=sign) + 100,
+        (lambda ct, x, y, *, sign: times(ct, y, sign=sign), lambda ct, x, y, *, sign: times(x, ct, sign=sign)),
+        lambda operands, axes, *, sign: (times(*operands, sign=sign), axes[0]),
+        ("sign",),
+    )
+
+
+def test_a_bilinear_primitive_of_our_own_is_differentiated_mapped_and_lowered_by_platform():
+    mul = new_times("times")
+    x, y = jnp.array([2.0, 3.0]), jnp.array([5.0, 7.0])
+    fun = lambda x, y: mul.bind(x, y, sign=-1)  # noqa: E731
+    for run in (fun, jax.jit(fun)):
+        np.testing.assert_array_equal(run(x, y), [90.0, 79.0])
+    np.testing.assert_array_equal(jax.grad(lambda y: fun(x, y).sum())(y), [-2.0, -3.0])
+    np.testing.assert_array_equal(jax.jvp(fun, (x, y), (y, x))[1], 200 - np.array([29.0, 58.0]))  # two terms, +100 each
+    np.testing.assert_array_equal(jax.vmap(fun)(x, y), [-10.0, -21.0])
+    assert "100" not in jax.jit(fun).trace(x, y).lower(lowering_platforms=("tpu",)).as_text()
+
+
+def test_a_transpose_rule_can_bind_something_else():
+    x, y = jnp.ones((4, 3)), jnp.ones((3, 5))
+    params = {"dimension_numbers": (((1,), (0,)), ((), ())), "precision": None, "out_sharding": None}
+    params["preferred_element_type"] = np.dtype(np.float32)
+    seen = []
+
+    def new(a, b, **given):
+        seen.append(sorted(given))
+        return 2 * lax.dot_general_p.bind(a, b, **given)
+
+    got = _jaxpr.cotangent(lax.dot_general_p, 1, jnp.ones((4, 5)), jax.typeof(y), x, params, new)
+    np.testing.assert_array_equal(got, jnp.full((3, 5), 8.0))
+    assert seen == [sorted(params)]
