@@ -4,18 +4,20 @@ A value is cast at most once to each dtype, where it is first needed in it. Loop
 JAX's public functions around their own plans; what the plan leaves alone is bound exactly as it was traced.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from amp_jax import _custom_rules
 from amp_jax._jaxpr import as_function, bind, current_stack, rebind, scan_lengths, within
 from amp_jax._plan import Plan, Step
 from amp_jax._product import product
-from amp_jax._recompute import schedule
+from amp_jax._recompute import DRAWN, Unit, loop_body, schedule
 
 FLOAT32 = np.dtype(np.float32)
 _DTYPE_PARAMS = ("preferred_element_type", "out_dtype", "dtype", "new_dtype")
@@ -23,13 +25,20 @@ _DTYPE_PARAMS = ("preferred_element_type", "out_dtype", "dtype", "new_dtype")
 
 def emit(plan: Plan, args: Sequence[Any]) -> list[Any]:
     """Evaluate the plan; `args` come in `plan.input_dtypes`, results leave in `plan.output_dtypes`."""
+    return _evaluate(plan, args, schedule(plan))
+
+
+def _evaluate(plan: Plan, args: Sequence[Any], units: Sequence[Unit], named: frozenset[int] = frozenset()) -> list[Any]:
+    """Evaluate the plan in this order; the values in `named` get a name that a checkpoint policy knows."""
     held = _Held(plan, dict(zip(plan.inputs, args, strict=True)))
     base = current_stack()
-    for unit in schedule(plan):
+    for unit in units:
         if len(unit) == 1:
             _advance(held, unit, base)
         else:
             _recomputed(held, unit, base)
+        for value in named.intersection(v for n in unit for v in plan.steps[n].outputs):
+            held.values[value] = checkpoint_name(held.values[value], DRAWN)
     return [held.read(i, d) for i, d in zip(plan.outputs, plan.output_dtypes, strict=True)]
 
 
@@ -173,10 +182,11 @@ def _block(step: Step, operands: list[Any]) -> list[Any]:
 
 def _scan(step: Step, operands: list[Any]) -> list[Any]:
     n, m = scan_lengths(step.eqn)
-    consts, params = operands[:n], step.eqn.params
+    consts, params, plan = operands[:n], step.eqn.params, step.plans[0]
+    evaluated = loop_body(plan, functools.partial(_evaluate, plan))
 
     def body(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
-        out = emit(step.plans[0], [*consts, *carry, *xs])
+        out = evaluated(*consts, *carry, *xs)
         return out[:m], out[m:]
 
     carry, ys = lax.scan(

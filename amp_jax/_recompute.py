@@ -3,12 +3,18 @@
 Between two products there often stands nothing but arithmetic on single elements: a bias, a gelu, a gate. Its inputs
 are the results of products, which are in memory anyway; whatever its derivative needs can be had from them by reading
 them once more. XLA doesn't do so by itself where a tanh or an exp is among it: it writes that one out.
+
+In the body of a scan it can't: whatever the body's derivative needs is stacked for the backward loop. There the whole
+body is one block that keeps what is dear, products above all, and computes the rest again.
 """
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
-from amp_jax._jaxpr import effectful
+import jax
+
+from amp_jax._jaxpr import effectful, equations, inner_jaxprs
 from amp_jax._plan import Plan, Step
 
 Unit = tuple[int, ...]
@@ -20,10 +26,17 @@ DEAR = frozenset(["tanh", "logistic", "erf", "erfc", "exp", "exp2", "expm1", "lo
 """What XLA would rather keep than compute twice."""
 ELEMENTWISE = (
     frozenset(["mul", "div", "max", "min", "abs", "sign", "clamp", "select_n", "sqrt", "log2", "integer_pow", "square"])
-    | frozenset(["cbrt", "eq", "ne", "ge", "gt", "le", "lt", "and", "or", "not"])
+    | frozenset(
+        ["one_minus_square", "cbrt", "sin", "cos", "iota", "eq", "ne", "ge", "gt", "le", "lt", "and", "or", "not"]
+    )
     | LINEAR
     | DEAR
 )
+SUMS = frozenset(["reduce_sum", "reduce_max", "reduce_min", "concatenate", "pad", "stop_gradient"])
+BLOCKS = ("remat", "remat2", "checkpoint")
+DRAWS = ("random_bits", "threefry2x32", "rng_bit_generator")
+DRAWN = "amp.drawn"
+"""The name of random draws, as they meet data: a mask is a byte, the bits that it was made from are four."""
 
 
 def schedule(plan: Plan) -> Sequence[Unit]:
@@ -51,6 +64,38 @@ def schedule(plan: Plan) -> Sequence[Unit]:
             if not left[user]:
                 heapq.heappush(ready, user)
     return order
+
+
+def loop_body(plan: Plan, run: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that evaluates a scan's body: `run(args, units, named)`, made to stack little.
+
+    The author's own blocks, and effects, which would happen twice, are left as they stand.
+    """
+    names = [step.eqn.primitive.name for step in plan.steps]
+    if any(effectful(step.eqn) for step in plan.steps) or any(name in BLOCKS for name in names):
+        return lambda *args: run(args, schedule(plan), frozenset())
+    units, drawn = [(n,) for n in range(len(plan.steps))], _drawn(plan)
+    return jax.checkpoint(lambda *args: run(args, units, drawn), prevent_cse=False, policy=_is_kept)
+
+
+def _is_kept(primitive: Any, *_: Any, **params: Any) -> bool:
+    return params.get("name") == DRAWN or primitive.name not in ELEMENTWISE | SUMS
+
+
+def _drawn(plan: Plan) -> frozenset[int]:
+    """Values made of random bits alone, which meet others."""
+    drawn, meeting = set[int](), set[int]()
+    for step in plan.steps:
+        ours = [v for v in step.inputs if v in drawn]
+        if ours and not all(plan.silent[v] for v in step.inputs):
+            meeting.update(ours)
+        elif ours or _draws(step.eqn):
+            drawn.update(step.outputs)
+    return frozenset(meeting)
+
+
+def _draws(eqn: Any) -> bool:
+    return eqn.primitive.name in DRAWS or any(_draws(e) for inner in inner_jaxprs(eqn) for e in equations(inner))
 
 
 def _chains(plan: Plan) -> list[Unit]:

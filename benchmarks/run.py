@@ -73,16 +73,18 @@ def table(names: Sequence[str], policy: str, source: Callable[[str, str], Figure
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("steps", nargs="*", help=f"of {', '.join(workloads.NAMES)}; all of them by default")
+    parser.add_argument(
+        "steps", nargs="*", help=f"{', '.join(workloads.NAMES)}, the default, or {', '.join(workloads.MORE)}"
+    )
     parser.add_argument("--policy", default="mixed_bfloat16", choices=sorted(variants.LOW))
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--timed", action="store_true", help="measure on the device that JAX finds")
     where.add_argument("--compiled", action="store_true", help="compile for an H100 and model the time")
     where.add_argument("--has-gpu", action="store_true", help="only tell by the exit status whether there is a GPU")
     parsed = parser.parse_args(arguments)
-    unknown = [name for name in parsed.steps if name not in workloads.NAMES]
-    if unknown:
-        parser.error(f"unknown step {', '.join(unknown)}; choose from {', '.join(workloads.NAMES)}")
+    known = (*workloads.NAMES, *workloads.MORE)
+    if unknown := [name for name in parsed.steps if name not in known]:
+        parser.error(f"unknown step {', '.join(unknown)}; choose from {', '.join(known)}")
     return parsed
 
 

@@ -1,33 +1,32 @@
-"""Five training steps.
+"""Training steps: five that everything is tuned on, and those of `zoo`, which nothing is.
 
-A *workload* is a model with its loss and the shapes of its batch; a *step* is one AdamW update of it.
+A *step* is one AdamW update of a workload.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from benchmarks import zoo
 from benchmarks.models import GPT, LSTM, ResNet, UNet
+from benchmarks.workload import Workload, classify, language, spec
 
 NAMES = ("gpt", "gpt-scan", "unet", "resnet", "lstm")
-
-
-class Workload(NamedTuple):
-    """`init(key)` gives the variables, `loss(variables, *batch)` a scalar; `batch` holds shapes."""
-
-    init: Callable[[jax.Array], Any]
-    loss: Callable[..., jax.Array]
-    batch: tuple[jax.ShapeDtypeStruct, ...]
+MORE = tuple(zoo.MODELS)
 
 
 def workload(name: str, dtype: Any = None, scale: float = 1) -> Workload:
-    """One of `NAMES`, with `dtype=` set on every layer. Any `scale` below 1 takes a small model that a CPU can run,
-    and that share of the batch."""
+    """One of `NAMES` or `MORE`, with `dtype=` set on every layer.
+
+    Any `scale` below 1 takes a small model that a CPU can run, and of the first five that share of the batch.
+    """
+    if name in MORE:
+        return zoo.MODELS[name](dtype, scale == 1)
     if name not in NAMES:
-        raise ValueError(f"`name` is {name!r}; it is one of {', '.join(NAMES)}.")
+        raise ValueError(f"`name` is {name!r}; it is one of {', '.join((*NAMES, *MORE))}.")
     build = {"gpt": gpt, "gpt-scan": gpt_scan, "unet": unet, "resnet": resnet, "lstm": lstm}[name]
     return build(dtype, scale == 1, lambda n: max(1, int(n * scale)))
 
@@ -61,32 +60,12 @@ def unet(dtype: Any, full: bool, share: Callable[[int], int]) -> Workload:
 
 def resnet(dtype: Any, full: bool, share: Callable[[int], int]) -> Workload:
     model = ResNet(64 if full else 16, (2, 2, 2, 2) if full else (1, 1), dtype)
-    side = 224 if full else 32
-    image, label = spec((share(64), side, side, 3)), spec((share(64),), jnp.int32)
+    shape = share(64), *((224, 224, 3) if full else (32, 32, 3))
 
-    def loss(p: Any, x: jax.Array, y: jax.Array) -> jax.Array:
-        logits, _ = model.apply(p, x, mutable=["batch_stats"])
-        return optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), y).mean()
+    def logits(p: Any, x: jax.Array) -> jax.Array:
+        return model.apply(p, x, mutable=["batch_stats"])[0]
 
-    return Workload(lambda key: model.init(key, jnp.zeros(image.shape)), loss, (image, label))
-
-
-def language(model: Any, tokens: jax.ShapeDtypeStruct) -> Workload:
-    """A model of token ids, trained to tell the next one."""
-    return Workload(
-        lambda key: model.init(key, jnp.zeros(tokens.shape, jnp.int32)),
-        lambda p, t: next_token(model.apply(p, t), t),
-        (tokens,),
-    )
-
-
-def next_token(logits: jax.Array, tokens: jax.Array) -> jax.Array:
-    logits = logits.astype(jnp.float32)
-    return optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], tokens[:, 1:]).mean()
-
-
-def spec(shape: tuple[int, ...], dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, dtype)
+    return classify(lambda key: model.init(key, jnp.zeros(shape)), logits, shape)
 
 
 def step(

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from amp_jax._autocast import plan_of, split
 from amp_jax._policy import get_policy
 from amp_jax._recompute import schedule
-from tests.programs import autocast, both_halves, normal, relative_error
+from tests.programs import autocast, both_halves, normal, products, relative_error
 
 
 def plan(fun, *args):
@@ -121,3 +121,57 @@ def test_recomputing_changes_no_value(seed):
     args = X, normal(4, 4, 4)
     ours = jax.jit(jax.grad(autocast(fun, "mixed_bfloat16"), (0, 1)))(*args)
     assert relative_error(ours, jax.grad(fun, (0, 1))(*args)) < 3e-2
+
+
+def layers(x, w1, b, w2, key, body=lambda f: f):
+    """Residual MLPs with RMS norm and dropout, in a scan over stacked weights."""
+
+    def layer(x, args):
+        w1, b, w2, key = args
+        y = x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6)
+        y = jax.nn.gelu(y @ w1 + b)
+        y = jnp.where(jax.random.bernoulli(key, 0.5, y.shape), 2 * y, 0)
+        return x + y @ w2, None
+
+    return jnp.sum(jnp.sin(jax.lax.scan(body(layer), x, (w1, b, w2, jax.random.split(key, 5)))[0]))
+
+
+STACK = normal(5, 6, 4), normal(6, 5, 4, 8), normal(7, 5, 8), normal(8, 5, 8, 4)
+
+
+@both_halves
+def test_a_scan_stacks_its_carry_its_products_and_a_byte_for_each_drawn_number(policy):
+    fun = autocast(lambda x, w1, b, w2: layers(x, w1, b, w2, jax.random.key(0)), policy)
+    low = policy.removeprefix("mixed_")
+    stacked = [one for one in kept(fun, *STACK) if len(one[0]) == 3 and one[0][1] == 6]
+    assert sorted(stacked) == sorted([((5, 6, 4), low), ((5, 6, 8), low), ((5, 6, 8), "bool")])
+    plain = lambda x, w1, b, w2: layers(x, w1, b, w2, jax.random.key(0))  # noqa: E731
+    got, want = (jax.grad(f, (0, 1, 2, 3))(*STACK) for f in (fun, plain))
+    assert relative_error(got, want) < 5e-2  # five layers, each with several roundings to 2 ** -9
+
+
+def test_a_nested_scan_multiplies_nothing_twice():
+    def outer(c, ws):
+        return jax.lax.scan(lambda c, w: (jnp.tanh(c @ w), None), c, ws)[0], None
+
+    fun = autocast(lambda c, ws: jnp.sum(jax.lax.scan(outer, c, ws)[0]), "mixed_bfloat16")
+    c, ws = normal(0, 2, 4), normal(1, 3, 5, 4, 4)
+    assert len(products(jax.grad(fun, (0, 1)), c, ws)) == 3  # forward, and one for each operand
+
+
+def test_the_authors_own_blocks_keep_what_they_say():
+    everything = lambda f: jax.checkpoint(f, policy=jax.checkpoint_policies.everything_saveable)  # noqa: E731
+    fun = autocast(lambda x, w1, b, w2: layers(x, w1, b, w2, jax.random.key(0), everything), "mixed_bfloat16")
+    stacked = [one for one in kept(fun, *STACK) if len(one[0]) == 3 and one[0][1] == 6]
+    assert len(stacked) > 6
+
+
+def test_a_print_in_a_scan_fires_once_a_turn(capsys):
+    def body(c, w):
+        jax.debug.print("turn {}", c[0, 0])
+        return jnp.tanh(c @ w), None
+
+    fun = autocast(lambda c, ws: jnp.sum(jax.lax.scan(body, c, ws)[0]), "mixed_bfloat16")
+    jax.grad(fun)(normal(0, 2, 4), normal(1, 3, 4, 4)).block_until_ready()
+    jax.effects_barrier()
+    assert capsys.readouterr().out.count("turn") == 3
