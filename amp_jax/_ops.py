@@ -66,7 +66,8 @@ _TABLE: dict[tuple[Category, str], str] = {
     ("opaque", "a kernel written for the dtypes that it gets"): """
         cudnn_fusion dot_product_attention_bwd dot_product_attention_bwd_wrapper dot_product_attention_fp8_bwd
         dot_product_attention_fp8_bwd_wrapper dot_product_attention_fp8_fwd dot_product_attention_fp8_fwd_wrapper
-        dot_product_attention_fwd dot_product_attention_fwd_wrapper scaled_dot scaled_matmul scaled_matmul_wrapper""",
+        dot_product_attention_fwd dot_product_attention_fwd_wrapper scaled_dot scaled_matmul scaled_matmul_wrapper
+        mixed_dot_general""",
     ("opaque", "part of JAX's own machinery"): """
         after_all create_token check custom_lin create_linear linear_call dim_as_value dimension_size multiple_of
         inspect_sharding platform_index pin unpin tie preduced precv psend remat_opt run_scoped run_state

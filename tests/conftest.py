@@ -2,7 +2,9 @@
 
 import importlib.util
 import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -43,8 +45,32 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
+OWN: frozenset[str] = frozenset()
+"""Primitives that tests make for themselves."""
+
 settings.register_profile("ci", derandomize=True, deadline=None, max_examples=30)
 settings.load_profile("ci")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def every_primitive_that_a_test_meets_is_placed() -> Iterator[None]:
+    """A new JAX may split a primitive or add one, which would then silently run as traced."""
+    from amp_jax._ops import UNKNOWN
+    from amp_jax._plan import Rules
+
+    met: set[str] = set()
+    category = Rules.category
+
+    def watched(self: Rules, eqn: Any) -> tuple[str, str]:
+        found = category(self, eqn)
+        if found == UNKNOWN:
+            met.add(eqn.primitive.name)
+        return found
+
+    Rules.category = watched
+    yield
+    Rules.category = category
+    assert met <= OWN, f"not in the table of _ops.py: {sorted(met - OWN)}"
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

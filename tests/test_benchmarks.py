@@ -156,7 +156,7 @@ def test_the_floor_has_no_product_in_float32_and_keeps_the_results_dtypes() -> N
     assert jax.eval_shape(all_low(loss), w, x).dtype == jnp.float32
 
 
-@pytest.mark.parametrize("name", workloads.NAMES)
+@pytest.mark.parametrize("name", [*workloads.NAMES, *workloads.MORE])
 def test_a_step_can_be_traced_in_float32_and_by_hand(name: str) -> None:
     for variant in ("float32", "hand"):
         step, args = variants.step(name, variant, scale=1 / 8)
