@@ -21,6 +21,7 @@ from amp_jax._gradients import grad, scale_loss, unscale, value_and_grad
 from amp_jax._opt_state import metrics, where_finite
 from amp_jax._optimizer import dynamic_loss_scaling, loss_scaling, no_loss_scaling, static_loss_scaling
 from amp_jax._policy import Policy, get_policy
+from amp_jax._register import register_op
 from amp_jax._wrap import wrap
 
 __version__ = "0.1.0"
@@ -42,6 +43,7 @@ __all__ = [
     "metrics",
     "no_loss_scaling",
     "precision",
+    "register_op",
     "scale_loss",
     "static_loss_scaling",
     "unscale",

@@ -1,9 +1,10 @@
 """The rules by which each operation gets its dtype.
 
-Three passes over a program's nodes. *Forward*, each node takes its dtype from its category and its operands. *Lower*,
+Four passes over a program's nodes. *Forward*, each node takes its dtype from its category and its operands. *Lower*,
 from the end, a float32 operation whose users all want the compute dtype moves down to it: this puts the cast before
 relu or gelu instead of behind, and what is saved for the backward pass is half. *Raise*, from the end, the chain that
-leads to a float32 operation and to nothing else joins it. docs/plan.md tells why, rule by rule, with figures.
+leads to a float32 operation and to nothing else joins it. *Round once*: what a norm gives to a gelu, whose cube is
+float32, is held low for all its users.
 """
 
 from collections.abc import Callable, Sequence
@@ -160,6 +161,27 @@ def lift(graph: Graph, reads: Reads, returned: Sequence[np.dtype | None]) -> Non
         wanted = {w for i in results for w in _wanted(graph, i, reads, returned)}
         if wanted == {FLOAT32} and (len(users) == 1 or OUTPUT in users) and _rounds(graph, node, makers):
             _move(graph, node, FLOAT32, "leads to a float32 operation alone")
+
+
+def round_once(graph: Graph, reads: Reads, returned: Sequence[np.dtype | None]) -> None:
+    """A float32 result that some users read low, and others in float32 only to give something low, is held low."""
+    for node in graph.nodes:
+        if node.category not in MOVABLE or node.run != FLOAT32 or node.low in (None, FLOAT32) or len(node.outputs) != 1:
+            continue
+        value, number = graph.values[node.outputs[0]], node.outputs[0]
+        if not value.loud or value.numbers < size(value.aval) or OUTPUT in value.users:
+            continue
+        wide = [graph.nodes[u] for u in value.users if reads(u, number) != node.low]
+        if 0 < len(wide) < len(value.users) and all(_narrows(graph, n, reads, returned) for n in wide):
+            value.dtype = node.low
+
+
+def _narrows(graph: Graph, node: Node, reads: Reads, returned: Sequence[np.dtype | None]) -> bool:
+    """Whether a float32 operation on single elements is read low by all its users."""
+    if node.category != "full" or len(node.outputs) != 1 or node.plans:
+        return False
+    shapes = [graph.values[i].aval.shape for i in (node.inputs[0], node.outputs[0])]
+    return shapes[0] == shapes[1] and _wanted(graph, node.outputs[0], reads, returned) == {node.low}
 
 
 def _rounds(graph: Graph, node: Node, makers: dict[int, Node]) -> bool:

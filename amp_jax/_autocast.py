@@ -215,7 +215,8 @@ def plan_of(fun: Callable[..., Any], policy: Policy, inputs: Split, arrays: Sequ
         return fun(*args, **kwargs)
 
     try:
-        traced = trace(flat, *arrays)
+        with _regions.traced_under(policy):
+            traced = trace(flat, *arrays)
     except jax.errors.ConcretizationTypeError as error:
         error.add_note(
             f"amp.autocast traces `{getattr(fun, '__name__', fun)}`, as jax.jit does: a Python `if`, `while` or "
@@ -255,7 +256,7 @@ def rules_of(policy: Policy) -> Rules:
                 "function stays float64 under any policy."
             )
     region = functools.lru_cache(maxsize=None)(lambda scope: _regions.compute_dtype(scope, policy))
-    return Rules(region, dict(policy.ops))
+    return Rules(region, dict(policy.ops), policy)
 
 
 @contextmanager

@@ -4,6 +4,7 @@ Autocasting the function alone would leave training in float32: under `grad` onl
 dtypes that they were written for, when JAX asks for them, and planned for the dtypes that their operands really have.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.dtypes import float0
 
+from amp_jax import _regions
 from amp_jax._graph import FLOAT32, dtype_of
 from amp_jax._jaxpr import as_function, trace, with_dtype
 from amp_jax._plan import Entry, Rules, Step, entry, plan
@@ -124,7 +126,8 @@ def _retrace(
 
     Results beyond `returned` leave in the dtype that the plan gives them.
     """
-    traced = trace(fun, *(_abstract(a) for a in avals))
+    with _regions.traced_under(dataclasses.replace(rules.policy, compute_dtype=step.region, rules=())):
+        traced = trace(fun, *(_abstract(a) for a in avals))
     entries = [_entry(v.aval, x) for v, x in zip(traced.jaxpr.invars, args, strict=True)]
     outs = traced.jaxpr.outvars
     wanted = [d if dtype_of(a.aval) == FLOAT32 else None for d, a in zip(returned, outs[: len(returned)], strict=True)]

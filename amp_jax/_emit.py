@@ -59,6 +59,12 @@ class _Held:
             self.casts[key] = cast(value, dtype)
         return self.casts[key]
 
+    def rounded(self, number: int, result: Any) -> Any:
+        """A step's result in the dtype that the value is held in."""
+        dtype = self.plan.dtypes[number]
+        ours = dtype is not None and self.plan.avals[number].dtype == FLOAT32
+        return cast(result, dtype) if ours and _dtype(result) != dtype else result
+
 
 def _advance(held: _Held, numbers: Sequence[int], base: Any) -> None:
     """Run steps, in order."""
@@ -75,7 +81,8 @@ def _advance(held: _Held, numbers: Sequence[int], base: Any) -> None:
                 )
                 held.values[step.outputs[0]] = product((x, y), operands, step.eqn.params)
             else:
-                held.values.update(zip(step.outputs, run(step, operands), strict=True))
+                results = zip(step.outputs, run(step, operands), strict=True)
+                held.values.update((i, held.rounded(i, x)) for i, x in results)
 
 
 def _recomputed(held: _Held, numbers: Sequence[int], base: Any) -> None:

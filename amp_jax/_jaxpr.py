@@ -24,17 +24,21 @@ from jax.interpreters import ad, batching, mlir
 __all__ = [
     "JaxprEqn",
     "Literal",
+    "Primitive",
     "Trace",
     "Var",
     "as_function",
     "bind",
+    "category_of",
     "cotangent",
     "current_stack",
     "effectful",
     "equations",
     "inner_jaxprs",
     "is_eager",
+    "is_primitive",
     "is_tracer",
+    "mark_primitive",
     "new_bilinear",
     "open_jaxpr",
     "rebind",
@@ -216,6 +220,23 @@ def source_line(eqn: JaxprEqn) -> str:
     place, _, function = source_info_util.summarize(eqn.source_info).partition(" ")
     file, _, position = os.path.basename(place).partition(":")
     return f"{file}:{position.partition(':')[0]} {function}".strip(": ")
+
+
+def is_primitive(value: Any) -> bool:
+    return isinstance(value, Primitive)
+
+
+def mark_primitive(primitive: Primitive, category: str) -> None:
+    """Write a category onto the primitive itself, where it goes with it and nowhere else."""
+    setattr(primitive, _MARK, category)
+
+
+def category_of(primitive: Primitive) -> str | None:
+    """What `mark_primitive` wrote."""
+    return getattr(primitive, _MARK, None)
+
+
+_MARK = "amp_jax_category"
 
 
 def is_tracer(value: Any) -> bool:

@@ -13,8 +13,18 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from amp_jax import _assign, _control_flow
+from amp_jax._errors import AmpValueError
 from amp_jax._graph import FLOAT32, OUTPUT, Graph, Node, Value, dtype_of, size
-from amp_jax._jaxpr import JaxprEqn, Literal, equations, inner_jaxprs, is_tracer, open_jaxpr
+from amp_jax._jaxpr import (
+    JaxprEqn,
+    Literal,
+    category_of,
+    equations,
+    inner_jaxprs,
+    is_tracer,
+    open_jaxpr,
+    source_line,
+)
 from amp_jax._ops import OPS, UNKNOWN
 
 CALLS = ("jit", "pjit", "closed_call", "core_call", "call")
@@ -85,12 +95,27 @@ class Rules:
     region: Callable[[str], "np.dtype[Any] | None"]
     """Name stack -> compute dtype in force; None: leave as traced."""
     categories: Mapping[str, str] = field(default_factory=dict[str, str])
+    policy: Any = None
+    """In force while a custom derivative rule is traced."""
 
     def category(self, eqn: JaxprEqn) -> tuple[str, str]:
-        name = eqn.primitive.name
+        name, registered = eqn.primitive.name, category_of(eqn.primitive)
         if name in self.categories:
+            _refuse(eqn, self.categories[name])
             return self.categories[name], "the policy says so"
-        return OPS.get(name, UNKNOWN)
+        return (registered, "registered so") if registered else OPS.get(name, UNKNOWN)
+
+
+def _refuse(eqn: JaxprEqn, category: str) -> None:
+    """What holds a program, or calls a kernel, was traced for one dtype, and can't be given another."""
+    name = eqn.primitive.name
+    sealed = inner_jaxprs(eqn) or OPS.get(name, (None,))[0] == "opaque"
+    if sealed and category not in ("full", "opaque"):
+        raise AmpValueError(
+            f"`ops` says {category!r} for {name} ({source_line(eqn)}), which was traced for float32 and holds a "
+            "program or a kernel that can't run in another dtype. Register the function around it: "
+            f"`fun = amp.register_op(fun, {category!r})`."
+        )
 
 
 def entry(aval: Any, dtype: np.dtype[Any] | None = None) -> Entry:
@@ -132,6 +157,7 @@ def plan(
     reads = _reads(graph)
     _assign.lower(graph, reads, leaving)
     _assign.lift(graph, reads, leaving)
+    _assign.round_once(graph, reads, leaving)
     return _freeze(graph, entries, leaving, rules)
 
 

@@ -167,12 +167,7 @@ class Policy:
         Raises:
             AmpValueError: A category is unknown.
         """
-        valid = tuple(c for c in CATEGORIES if c not in ("recurse", "honour"))
-        for op, category in ops.items():
-            if category not in valid:
-                raise AmpValueError(
-                    f"`ops`: category {category!r} of {op!r} is unknown. {_dtypes.suggest(str(category), valid)}"
-                )
+        assignable(ops, "ops")
         return dataclasses.replace(self, ops=tuple((dict(self.ops) | dict(ops)).items()))
 
     def at(self, path: str, modules: Mapping[str, type] = MappingProxyType({})) -> "Policy":
@@ -239,6 +234,16 @@ class Policy:
             for d in (self.param_dtype, self.compute_dtype, self.output_dtype)
         ]
         return "params={},compute={},output={}".format(*names)
+
+
+def assignable(ops: Mapping[str, str], argument: str) -> None:
+    """Refuse a category that can't be given to a primitive."""
+    valid = tuple(c for c in CATEGORIES if c not in ("recurse", "honour"))
+    for op, category in ops.items():
+        if category not in valid:
+            raise AmpValueError(
+                f"`{argument}`: category {category!r} of {op!r} is unknown. {_dtypes.suggest(str(category), valid)}"
+            )
 
 
 def get_policy(spec: Any) -> Policy:

@@ -118,7 +118,8 @@ def _lift(scope_fun: Callable[..., Any], run: Lifted) -> Callable[..., Any]:
 
         body.__name__ = getattr(scope_fun, "__name__", "method")
         if run.creates:  # as written: the initial values are the plain module's, bit for bit
-            return body(variables, rngs, *args, **kwargs)
+            with _regions.traced_under(plain):  # a registered kernel takes half operands here too
+                return body(variables, rngs, *args, **kwargs)
         return autocast(body, plain)(variables, rngs, *args, **kwargs)
 
     return lift.pack(inner, (True,), (True,), (True,), name="amp", enable_kwargs=True)

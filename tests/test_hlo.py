@@ -4,10 +4,14 @@ Figures depend on XLA's fusion choices, so each is compared with its neighbours 
 """
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
 import pytest
 
+import amp_jax as amp
 from benchmarks import h100
 from benchmarks.cost import Cost
 from benchmarks.hlo import Product, parse, products
@@ -65,3 +69,26 @@ def test_memory_and_time_stay_below_hand_written(name: str, record_property: Cal
     # Layers with dtype= set one by one are what users have today.
     assert ours.temp <= 1.05 * hand.temp
     assert ours.seconds <= 1.05 * hand.seconds
+
+
+class Attention(nn.Module):
+    """Flax's own attention layer with cuDNN's kernel in it, and nothing said of dtypes."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        fused = partial(jax.nn.dot_product_attention, implementation="cudnn", is_causal=True)
+        attend = amp.register_op(fused, "compute")
+        return nn.MultiHeadDotProductAttention(4, attention_fn=lambda q, k, v, mask=None: attend(q, k, v))(x)
+
+
+@pytest.mark.xdist_group("attention")
+@pytest.mark.parametrize(("policy", "dtype"), [("mixed_bfloat16", "bf16"), ("mixed_float16", "f16")])
+def test_a_registered_fused_attention_is_cudnn_s_forward_and_backward(policy: str, dtype: str) -> None:
+    model, x = amp.wrap(Attention(), policy), jax.ShapeDtypeStruct((2, 128, 256), jnp.float32)
+    params = jax.eval_shape(model.init, jax.random.key(0), x)
+    step = jax.grad(lambda params, x: jnp.sum(model.apply(params, x) ** 2))
+    calls = [line for line in h100.compile_cost(step, params, x).hlo.split("\n") if "__cudnn$fmha" in line]
+    assert len(calls) == 2
+    assert all(f"{dtype}[2,4,128,64]" in call for call in calls)
+    with pytest.raises(NotImplementedError):  # what there is without autocast
+        jax.eval_shape(Attention().init, jax.random.key(0), x)

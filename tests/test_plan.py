@@ -241,3 +241,17 @@ def test_any_program_keeps_its_types_under_any_transformation(instructions, loop
     assert jax.eval_shape(step, x, w).dtype == jnp.float32
     # Every matrix product that is left in the program runs in half, both operands.
     assert dot_operands(half, x, w) <= {{"mixed_bfloat16": "bfloat16", "mixed_float16": "float16"}[policy]}
+
+
+def test_a_norm_read_low_and_cubed_is_rounded_once():
+    # gelu cubes its argument in float32 and multiplies it low: read twice, the norm's result would be held twice, and
+    # its cotangent written in float32.
+    def block(x, w):
+        y = rms_norm(x @ w)
+        return (y + y**3) @ w
+
+    jaxpr = jax.make_jaxpr(autocast(block, "mixed_bfloat16"))(jnp.ones((4, 4)), jnp.ones((4, 4)))
+    rsqrt = next(e.outvars[0] for e in jaxpr.eqns if e.primitive.name == "rsqrt")
+    normed = next(e.outvars[0] for e in jaxpr.eqns if e.primitive.name == "mul" and rsqrt in e.invars)
+    (reader,) = [e for e in jaxpr.eqns if normed in e.invars]
+    assert reader.outvars[0].aval.dtype == jnp.bfloat16
