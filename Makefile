@@ -69,12 +69,12 @@ $(DEV) $(EXAMPLES): $(VENV)/.installed-%-$(KEY): pyproject.toml
 	$(BIN)/python -m pip install --quiet --editable ".[$*$(EXTRA:%=,%)]"
 	@touch $@
 
-# The compiler for an H100 without CUDA itself: the plugin's two wheels, of jax's own version, and nothing they depend on
-# but cuDNN, which jax asks for its version before it traces a fused attention.
+# The compiler for an H100 without CUDA itself: the plugin's two wheels, and nothing they depend on but cuDNN, which jax
+# asks for its version before it traces a fused attention. They come out after jax, so theirs is the version of all.
 $(HLO): pyproject.toml
 	$(call environment,$(HLO_VENV))
-	$(HLO_BIN)/python -m pip install --quiet --editable ".[dev]"
-	version=$$($(HLO_BIN)/python -c 'from importlib.metadata import version; print(version("jax"))') && \
-	  $(HLO_BIN)/python -m pip install --quiet --no-deps "jax-cuda12-plugin==$$version" "jax-cuda12-pjrt==$$version" \
-	    nvidia-cudnn-cu12
+	$(HLO_BIN)/python -m pip install --quiet --no-deps jax-cuda12-plugin nvidia-cudnn-cu12
+	version=$$($(HLO_BIN)/python -c 'from importlib.metadata import version; print(version("jax-cuda12-plugin"))') && \
+	  $(HLO_BIN)/python -m pip install --quiet --editable ".[dev]" "jax==$$version" "jaxlib==$$version" \
+	    "jax-cuda12-pjrt==$$version"
 	@touch $@
