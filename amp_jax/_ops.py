@@ -20,11 +20,13 @@ _TABLE: dict[tuple[Category, str], str] = {
     ("compute", "a product on the matrix units, accumulated in float32"): """
         dot_general conv_general_dilated ragged_dot ragged_dot_general""",
     ("full", "its result covers more range or precision than a half dtype has"): """
-        exp exp2 expm1 log log2 log1p pow integer_pow square rsqrt cbrt reciprocal logaddexp""",
-    ("full", "its argument is an angle, which rounds away"): "sin cos tan",
+        exp exp2 expm1 exp2m1 log log2 log1p log2p1 pow integer_pow square rsqrt cbrt reciprocal logaddexp""",
+    ("full", "its argument is an angle, which rounds away"): "sin cos tan sinpi cospi tanpi",
+    ("full", "it was written for its single rounding, which not every device has in half"): "fma",
     ("full", "a special function, exact only where its argument is"): """
-        acos acosh asin asinh atan atanh sinh cosh bessel_i0e bessel_i1e digamma erf_inv igamma igamma_grad_a igammac
-        lgamma polygamma polynomial random_gamma_grad regularized_incomplete_beta zeta""",
+        acos acosh acospi asin asinh asinpi atan atanh atanpi atan2pi sinh cosh bessel_i0e bessel_i1e digamma
+        erf_inv igamma igamma_grad_a igammac lgamma polygamma polynomial random_gamma_grad
+        regularized_incomplete_beta zeta""",
     ("full", "adds or multiplies many values"): """
         reduce_sum reduce_prod reduce reduce_window reduce_window_sum cumsum cumprod cumlogsumexp scatter-add
         scatter-sub scatter-mul select_and_scatter select_and_scatter_add""",
@@ -35,7 +37,7 @@ _TABLE: dict[tuple[Category, str], str] = {
         symmetric_product triangular_solve tridiagonal tridiagonal_solve custom_linear_solve""",
     ("follow", "cheap, and as exact as its operands"): """
         add sub mul div neg max min abs sign clamp select_n tanh logistic erf erfc sqrt add_any floor ceil round
-        one_minus_square""",
+        one_minus_square fmuladd""",
     ("widest", "its operands must agree"): """
         concatenate stack atan2 dynamic_update_slice scatter scatter-min scatter-max pad rem nextafter
         select_and_gather_add""",

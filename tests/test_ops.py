@@ -7,7 +7,7 @@ import pytest
 
 from amp_jax._ops import CATEGORIES, OPS
 
-# What has a lowering on jax 0.10.2 or 0.12.0; several of these aren't public.
+# What has a lowering on jax 0.10.2, 0.12.0 or 0.12.1; several of these aren't public.
 LOWERED = Path(__file__).with_name("data").joinpath("primitives.txt").read_text().split()
 PRIMITIVES = sorted({p.name for p in vars(known).values() if hasattr(p, "multiple_results")} | set(LOWERED))
 
