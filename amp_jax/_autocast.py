@@ -109,7 +109,7 @@ def autocast(fun: Any = None, policy: Any = "auto") -> Any:
     @functools.wraps(fun)
     def autocast_fun(*args: Any, **kwargs: Any) -> Any:
         nnx = sys.modules.get("flax.nnx")
-        if nnx is not None and _holds(nnx.Module, (args, kwargs)):
+        if nnx is not None and holds(nnx.Module, (args, kwargs)):
             from amp_jax.nnx import with_updates
 
             return with_updates(functools.partial(planned, policy=chosen, kept=kept), fun, args, kwargs)
@@ -118,7 +118,8 @@ def autocast(fun: Any = None, policy: Any = "auto") -> Any:
     return autocast_fun
 
 
-def _holds(kind: type, args: Any) -> bool:
+def holds(kind: type, args: Any) -> bool:
+    """Whether a value of this kind is anywhere in a tree."""
     return any(isinstance(x, kind) for x in jax.tree.leaves(args, is_leaf=lambda x: isinstance(x, kind)))
 
 

@@ -58,6 +58,8 @@ class Node:
     eqn: JaxprEqn
     stack: Any
     """The name stack of the calls that it was inlined from; its own comes after it."""
+    calls: tuple[JaxprEqn, ...]
+    """These calls, the outermost first."""
     scope: str
     owner: Any
     """The jaxpr that the equation stands in."""

@@ -44,6 +44,7 @@ class Step(NamedTuple):
 
     eqn: JaxprEqn
     stack: Any
+    calls: tuple[JaxprEqn, ...]
     scope: str
     owner: Any
     inputs: tuple[int, ...]
@@ -188,7 +189,7 @@ class _Builder:
     def read(self, env: dict[Any, int], atom: Any) -> int:
         return self.constant(atom.aval, atom.val, True) if isinstance(atom, Literal) else env[atom]
 
-    def walk(self, jaxpr: Any, env: dict[Any, int], stack: Any, scope: str) -> None:
+    def walk(self, jaxpr: Any, env: dict[Any, int], stack: Any, scope: str, calls: tuple[JaxprEqn, ...] = ()) -> None:
         for eqn in jaxpr.eqns:
             own = eqn.source_info.name_stack
             here = "/".join(filter(None, (scope, str(own))))
@@ -198,12 +199,12 @@ class _Builder:
                 body, consts = open_jaxpr(inner_jaxprs(eqn)[0])
                 inner = dict(zip(body.invars, inputs, strict=True))
                 inner |= {v: self.constant(v.aval, c) for v, c in zip(body.constvars, consts, strict=True)}
-                self.walk(body, inner, own if stack is None else stack + own, here)
+                self.walk(body, inner, own if stack is None else stack + own, here, (*calls, eqn))
                 env.update(zip(eqn.outvars, [self.read(inner, atom) for atom in body.outvars], strict=True))
                 continue
             outputs = [self.new(v.aval) for v in eqn.outvars]
             category, reason = self.rules.category(eqn)
-            node = Node(eqn, stack, here, jaxpr, inputs, outputs, category, reason, self.rules.region(here))
+            node = Node(eqn, stack, calls, here, jaxpr, inputs, outputs, category, reason, self.rules.region(here))
             self.decide(node)
             self.graph.nodes.append(node)
             env.update(zip(eqn.outvars, outputs, strict=True))
@@ -290,7 +291,7 @@ def _freeze(graph: Graph, entries: Sequence[Entry], leaving_in: Sequence[Any], r
             into = [Entry(node.run if v.traced else v.dtype, False, v.numbers, v.peak) for v in operands]
             body = inner_jaxprs(node.eqn)[0]
             node.plans = (plan(body, (), into, rules, node.scope, gives),)
-        where = node.eqn, node.stack, node.scope, node.owner, tuple(node.inputs), tuple(node.outputs)
+        where = node.eqn, node.stack, node.calls, node.scope, node.owner, tuple(node.inputs), tuple(node.outputs)
         steps.append(Step(*where, node.category, node.reason, node.low, reads, gives, node.plans))
     outputs = [values[i] for i in graph.outputs]
     given = tuple((want or v.dtype) if v.traced else None for v, want in zip(outputs, leaving_in, strict=True))

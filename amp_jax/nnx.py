@@ -178,6 +178,14 @@ class _Changed(NamedTuple):
     graph: Any = None
 
 
+class Pure(NamedTuple):
+    """A function of modules as one of arrays: `fun(*args)` gives its result and what it changed in the modules."""
+
+    fun: Callable[..., Any]
+    args: tuple[Any, ...]
+    nodes: list[Any]
+
+
 def with_updates(
     run: Callable[..., Any], fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
@@ -189,6 +197,14 @@ def with_updates(
         args: Its arguments; modules may stand anywhere in them.
         kwargs: Its keyword arguments.
     """
+    pure = purified(fun, args, kwargs)
+    out, changed = run(pure.fun, fun)(*pure.args)
+    _put_back(pure.nodes, pure.args[1], changed)
+    return opened(out)
+
+
+def purified(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Pure:
+    """The modules among the arguments split into graph and state."""
     leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=_is_node)
     nodes = [x for x in leaves if _is_node(x)]
     others = [None if _is_node(x) else x for x in leaves]
@@ -207,9 +223,7 @@ def with_updates(
         out = sealed(fun(*args, **kwargs))
         return out, _changes(inside, graph, before, structure, stored)
 
-    out, changed = run(pure, fun)(graph, state, others)
-    _put_back(nodes, state, changed)
-    return opened(out)
+    return Pure(pure, (graph, state, others), nodes)
 
 
 def _changes(inside: list[Any], graph: Any, before: list[Any], structure: Any, stored: list[Any]) -> _Changed:
