@@ -13,6 +13,7 @@ operation by operation; `wrap` to a Flax module. Where the compute dtype is floa
 `loss_scaling` keeps it in the optimizer state, `value_and_grad` uses it.
 """
 
+from amp_jax._accumulate import accumulate_gradients
 from amp_jax._autocast import autocast, full_precision, precision
 from amp_jax._errors import AmpError, AmpTypeError, AmpValueError
 from amp_jax._explain import Report, explain
@@ -32,6 +33,7 @@ __all__ = [
     "AmpValueError",
     "Policy",
     "Report",
+    "accumulate_gradients",
     "all_finite",
     "autocast",
     "dynamic_loss_scaling",

@@ -71,6 +71,12 @@ def test_memory_and_time_stay_below_hand_written(name: str, record_property: Cal
     assert ours.seconds <= 1.05 * hand.seconds
 
 
+@pytest.mark.parametrize("name", STEPS)
+def test_no_kernel_does_nothing_but_convert_where_hand_written_has_none(name: str) -> None:
+    ours, hand = (cost(name, variant).convert_kernels for variant in ("ours", "hand"))
+    assert ours <= hand
+
+
 class Attention(nn.Module):
     """Flax's own attention layer with cuDNN's kernel in it, and nothing said of dtypes."""
 
