@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import optax
 
 from amp_jax._errors import AmpTypeError, AmpValueError
+from amp_jax._finite import is_floating
 from amp_jax._loss_scale import LossScaleState, NoLossScaleState, initial_state, select
 
 
@@ -175,12 +176,31 @@ def _describe(tree: Any) -> str:
     return f"of type {type(tree).__name__}"
 
 
-# What may stand around a loss scale, or before it in a chain, and changes what it sees: type of state, name, harm.
+# What may stand around a loss scale, or before it in a chain, and changes what it sees: type of state, name, harm, the
+# right order.
 _AROUND = (
-    (optax.MultiStepsState, "optax.MultiSteps", "keeps a NaN in its accumulator for ever"),
-    (optax.ApplyIfFiniteState, "optax.apply_if_finite", "hides overflows, so that the loss scale never falls"),
+    (optax.MultiStepsState, "optax.MultiSteps", "keeps a NaN in its accumulator for ever", "optax.MultiSteps(tx, ...)"),
+    (
+        optax.ApplyIfFiniteState,
+        "optax.apply_if_finite",
+        "hides overflows, so that the loss scale never falls",
+        "optax.apply_if_finite(tx, ...)",
+    ),
+    (
+        optax.PartitionState,
+        "optax.multi_transform",
+        "shows it the gradients of one group alone, so that an overflow in another group is applied",
+        "optax.multi_transform({...}, labels)",
+    ),
 )
-_BEFORE = ((optax.ZeroNansState, "optax.zero_nans", "hides overflows, so that a wrong step is applied"),)
+_BEFORE = (
+    (
+        optax.ZeroNansState,
+        "optax.zero_nans",
+        "hides overflows, so that a wrong step is applied",
+        "optax.chain(optax.zero_nans(), tx)",
+    ),
+)
 
 
 def _check_order(opt_state: Any, scale_path: tuple[Any, ...]) -> None:
@@ -188,14 +208,31 @@ def _check_order(opt_state: Any, scale_path: tuple[Any, ...]) -> None:
 
     A clip before the loss scale leaves no trace in the state; `unscale` makes that order right.
     """
-    for kind, name, harm in _AROUND:
+    for kind, name, harm, inside in _AROUND:
         for path in _find(opt_state, kind):
             if scale_path[: len(path)] == path:
-                raise AmpValueError(_wrong_order(f"lies inside of {name}", harm, f"{name}(tx, ...)"))
-    for kind, name, harm in _BEFORE:
+                raise AmpValueError(_wrong_order(f"lies inside of {name}", harm, inside))
+    for kind, name, harm, inside in _BEFORE:
         for path in _find(opt_state, kind):
             if _is_before(path, scale_path):
-                raise AmpValueError(_wrong_order(f"stands after {name}", harm, f"optax.chain({name}(), tx)"))
+                raise AmpValueError(_wrong_order(f"stands after {name}", harm, inside))
+    for path, node in jax.tree_util.tree_leaves_with_path(opt_state, is_leaf=_remembers_gradients):
+        if _remembers_gradients(node) and _is_before(path, scale_path):
+            raise AmpValueError(
+                _wrong_order(
+                    f"stands after an Optax transformation with a {type(node).__name__}",
+                    "keeps a NaN for ever",
+                    "optax.chain(...)",
+                )
+            )
+
+
+def _remembers_gradients(node: Any) -> bool:
+    """Whether a node is an Optax state with numbers that come from gradients, such as momentum."""
+    # Hyperparameters are numbers that don't.
+    if not type(node).__module__.startswith("optax.") or hasattr(node, "hyperparams"):
+        return False
+    return any(map(is_floating, jax.tree.leaves(node)))
 
 
 def _is_before(path: tuple[Any, ...], scale_path: tuple[Any, ...]) -> bool:

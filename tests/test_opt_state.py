@@ -123,6 +123,14 @@ def test_an_optimizer_in_its_state_place() -> None:
             optax.chain(optax.zero_nans(), scaled()),
             r"stands after optax\.zero_nans.*dynamic_loss_scaling\(optax\.chain\(optax\.zero_nans\(\), tx\)\)",
         ),
+        (
+            optax.multi_transform({"a": scaled(), "b": optax.sgd(0.1)}, {"w": "a"}),
+            r"inside of optax\.multi_transform.*one group alone.*dynamic_loss_scaling\(optax\.multi_transform\(",
+        ),
+        (
+            optax.chain(optax.trace(0.9), scaled()),
+            r"stands after an Optax transformation with a TraceState.*keeps a NaN.*dynamic_loss_scaling\(optax\.ch",
+        ),
     ],
 )
 def test_an_order_that_hides_overflows_shows_the_right_one(tx: Any, message: str) -> None:
@@ -141,8 +149,11 @@ def test_an_order_that_hides_overflows_shows_the_right_one(tx: Any, message: str
 def test_the_same_wrappers_inside_are_right(inner: Any) -> None:
     assert float(find_loss_scale(dynamic_loss_scaling(inner).init(PARAMS)).loss_scale) == 2.0**15
     # What stands after the loss scale hides nothing from it.
-    after = optax.chain(scaled(), optax.zero_nans())
+    after = optax.chain(scaled(), optax.zero_nans(), optax.trace(0.9))
     assert float(find_loss_scale(after.init(PARAMS)).loss_scale) == 8.0
+    # Nor do hyperparameters or a count before it: no gradient is kept in them.
+    before = optax.chain(optax.inject_hyperparams(optax.clip)(max_delta=1.0), optax.scale_by_schedule(abs), scaled())
+    assert float(find_loss_scale(before.init(PARAMS)).loss_scale) == 8.0
 
 
 def test_an_ensemble_is_logged_as_a_whole_but_used_one_by_one() -> None:
