@@ -14,6 +14,7 @@ import functools
 import inspect
 import sys
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from amp_jax._errors import AmpTypeError
+from amp_jax._errors import AmpTypeError, AmpValueError
 from amp_jax._finite import is_floating
 from amp_jax._loss_scale import LossScaleState, NoLossScaleState
 from amp_jax._opt_state import find_loss_scale
@@ -154,9 +155,16 @@ def unscale(grads: Any, opt_state: Any) -> Any:
         gradient (ints, keys, float0, float8 and its overwrite state) is returned as it came.
 
     Raises:
-        AmpValueError: `opt_state` holds no loss scale, or several.
+        AmpValueError: `grads` came out of this function or of `value_and_grad`; `opt_state` holds no loss scale, or
+            several.
     """
-    return _unscale(grads, find_loss_scale(opt_state))
+    state = find_loss_scale(opt_state)
+    if any(_UNSCALED.get(id(leaf)) is leaf for leaf in jax.tree.leaves(grads)):
+        raise AmpValueError(
+            "`grads` are unscaled already, by amp.value_and_grad, amp.grad or amp.unscale: use them as they are. "
+            "amp.unscale is for the gradients of amp.scale_loss(loss, opt_state)"
+        )
+    return _unscale(grads, state)
 
 
 def map_gradients(function: Callable[[Any], Any], grads: Any, other: Callable[[Any], Any] = lambda leaf: leaf) -> Any:
@@ -181,12 +189,24 @@ def _unscale(grads: Any, state: LossScaleState | NoLossScaleState) -> Any:
     if isinstance(state, NoLossScaleState):
         return map_gradients(float32, grads)
 
-    def divide(gradient: jax.Array) -> jax.Array:
-        # Divided, not multiplied by a reciprocal: 1 / 2**127 would be flushed to zero.
-        quotient = float32(gradient) / state.loss_scale
-        return jnp.where(jnp.isfinite(quotient), quotient, np.nan)
+    def divide(gradient: Any) -> jax.Array:
+        quotient = _divide(gradient, state.loss_scale)
+        _UNSCALED[id(quotient)] = quotient
+        return quotient
 
     return map_gradients(divide, grads)
+
+
+# The unscaled gradients that are alive, by identity: it only serves to notice that some are unscaled twice.
+_UNSCALED: weakref.WeakValueDictionary[int, jax.Array] = weakref.WeakValueDictionary()
+
+
+@functools.partial(jax.jit, inline=True)
+def _divide(gradient: jax.Array, loss_scale: jax.Array) -> jax.Array:
+    # Compiled, so that `jax_debug_nans` outside of jit doesn't take the constant for a result.
+    # Divided, not multiplied by a reciprocal: 1 / 2**127 would be flushed to zero.
+    quotient = float32(gradient) / loss_scale
+    return jnp.where(jnp.isfinite(quotient), quotient, np.nan)
 
 
 def _seeded(fun: Callable[..., Any], state: LossScaleState | NoLossScaleState, has_aux: bool) -> Callable[..., Any]:
