@@ -9,6 +9,7 @@ The inner optimizer sees gradients and parameters in float32 where they are stor
 the tree is no gradient (see `_gradients`): moments are float32 from the start, and an int in the tree is left alone.
 """
 
+import warnings
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
@@ -224,12 +225,18 @@ def _wrap(
         updates: optax.Updates, state: Any, params: optax.Params | None = None, **extra_args: Any
     ) -> tuple[optax.Updates, LossScalingState]:
         _check_state(state)
+        if isinstance(state.scaling, LossScaleState):
+            _warn_of_half_gradients(updates)
         grads = map_gradients(float32, updates, other=_zeros)
         params = map_gradients(_same, params, other=_zeros)
         new_updates, inner_state = inner.update(grads, state.inner_state, params, **extra_args)
         if isinstance(state.scaling, NoLossScaleState):
             return _passed_through(updates, new_updates), state._replace(inner_state=inner_state)
-        finite = _everywhere(norm_is_finite(jax.tree.leaves(grads)), axis_name)
+        finite = norm_is_finite(jax.tree.leaves(grads))
+        if any(map(callable, extra_args.values())):
+            # Functions, such as the gradient function of SAM: the update may come from gradients not seen here.
+            finite &= norm_is_finite(jax.tree.leaves(map_gradients(_same, new_updates, other=_zeros)))
+        finite = _everywhere(finite, axis_name)
         new_updates = jax.tree.map(lambda update: _or_nothing(finite, update), new_updates)
         scaling, inner_state = advance(state.scaling, finite, settings), select(finite, inner_state, state.inner_state)
         return _passed_through(updates, new_updates), LossScalingState(scaling, inner_state)
@@ -253,6 +260,17 @@ def _check_state(state: Any) -> None:
         raise AmpTypeError(
             f"`state` is of type {type(state).__name__}, expected the LossScalingState that this optimizer's init "
             "gives: it may be that of the optimizer inside, or from before the wrapping"
+        )
+
+
+def _warn_of_half_gradients(grads: optax.Updates) -> None:
+    kinds = jax.tree.leaves(map_gradients(jnp.result_type, grads, other=lambda _: np.dtype(bool)))
+    if np.dtype(np.float16) in kinds:
+        # Level 1, this line: Python shows a warning once for each place that it comes from.
+        warnings.warn(
+            "the gradients are float16, so they were not unscaled, or no loss scale lifted them and small ones are "
+            "zero: compute them by amp.value_and_grad(loss_fn, opt_state), which gives float32",
+            stacklevel=1,
         )
 
 

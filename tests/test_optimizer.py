@@ -65,6 +65,7 @@ def test_a_bad_step_changes_nothing_bit_for_bit(jit: bool, wrapper: str, value: 
     assert int(metrics(after_state)["skipped_steps"]) == 1
 
 
+@pytest.mark.filterwarnings("ignore:the gradients are float16")
 def test_the_skipped_update_is_negative_zero_on_both_parts_of_complex() -> None:
     tx = static_loss_scaling(optax.sgd(0.1), 1.0)
     grads = {"c": jnp.array([complex(np.inf, 0)], jnp.complex64), "h": jnp.ones(1, jnp.float16)}
@@ -206,6 +207,7 @@ def test_float8_overwrite_state_passes_through() -> None:
 # Half precision
 
 
+@pytest.mark.filterwarnings("ignore:the gradients are float16")
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
 @pytest.mark.parametrize("grad_dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
 def test_half_parameters_have_one_compile_and_float32_moments(dtype: Any, grad_dtype: Any) -> None:
@@ -220,6 +222,7 @@ def test_half_parameters_have_one_compile_and_float32_moments(dtype: Any, grad_d
         assert state.inner_state[0].nu["w"].dtype == np.float32
 
 
+@pytest.mark.filterwarnings("ignore:the gradients are float16")
 def test_adam_on_float16() -> None:
     # optax's adam gives NaN here: eps is 0 in float16, and so is the square of the gradient.
     tx = dynamic_loss_scaling(optax.adam(1e-3))
@@ -229,6 +232,7 @@ def test_adam_on_float16() -> None:
     assert updates[1] == pytest.approx(-1e-3, rel=1e-3)
 
 
+@pytest.mark.filterwarnings("ignore:the gradients are float16")
 def test_clipping_sees_float32() -> None:
     # optax.global_norm of these is inf in float16, and clipping by it gives zeros.
     grads = jnp.full(100, 300.0, jnp.float16)
