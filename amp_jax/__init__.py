@@ -19,9 +19,11 @@ from amp_jax._errors import AmpError, AmpTypeError, AmpValueError
 from amp_jax._explain import Report, explain
 from amp_jax._finite import all_finite
 from amp_jax._gradients import grad, scale_loss, unscale, value_and_grad
+from amp_jax._health import check_health, nonfinite_leaves
 from amp_jax._opt_state import metrics, where_finite
 from amp_jax._optimizer import dynamic_loss_scaling, loss_scaling, no_loss_scaling, static_loss_scaling
 from amp_jax._policy import Policy, get_policy
+from amp_jax._presets import load_loss_scale, loss_scale_settings
 from amp_jax._register import register_op
 from amp_jax._wrap import wrap
 
@@ -36,14 +38,18 @@ __all__ = [
     "accumulate_gradients",
     "all_finite",
     "autocast",
+    "check_health",
     "dynamic_loss_scaling",
     "explain",
     "full_precision",
     "get_policy",
     "grad",
+    "load_loss_scale",
+    "loss_scale_settings",
     "loss_scaling",
     "metrics",
     "no_loss_scaling",
+    "nonfinite_leaves",
     "precision",
     "register_op",
     "scale_loss",
