@@ -10,7 +10,7 @@ NAMES = {
     "Policy", "get_policy", "autocast", "precision", "full_precision", "wrap", "value_and_grad", "grad", "metrics",
     "where_finite", "scale_loss", "unscale", "dynamic_loss_scaling", "static_loss_scaling", "no_loss_scaling",
     "loss_scaling", "load_loss_scale", "loss_scale_settings", "check_health", "nonfinite_leaves", "all_finite",
-    "register_op", "explain", "Report", "AmpError", "AmpTypeError", "AmpValueError",
+    "accumulate_gradients", "register_op", "explain", "Report", "AmpError", "AmpTypeError", "AmpValueError",
 }  # fmt: skip
 
 
