@@ -20,11 +20,14 @@ from amp_jax._explain import Report, explain
 from amp_jax._finite import all_finite
 from amp_jax._gradients import grad, scale_loss, unscale, value_and_grad
 from amp_jax._health import check_health, nonfinite_leaves
+from amp_jax._loading import load_params
 from amp_jax._opt_state import metrics, where_finite
 from amp_jax._optimizer import dynamic_loss_scaling, loss_scaling, no_loss_scaling, static_loss_scaling
 from amp_jax._policy import Policy, get_policy
 from amp_jax._presets import load_loss_scale, loss_scale_settings
 from amp_jax._register import register_op
+from amp_jax._save_report import SaveReport
+from amp_jax._saving import save_params
 from amp_jax._wrap import wrap
 
 __version__ = "0.1.0"
@@ -35,6 +38,7 @@ __all__ = [
     "AmpValueError",
     "Policy",
     "Report",
+    "SaveReport",
     "accumulate_gradients",
     "all_finite",
     "autocast",
@@ -45,6 +49,7 @@ __all__ = [
     "get_policy",
     "grad",
     "load_loss_scale",
+    "load_params",
     "loss_scale_settings",
     "loss_scaling",
     "metrics",
@@ -52,6 +57,7 @@ __all__ = [
     "nonfinite_leaves",
     "precision",
     "register_op",
+    "save_params",
     "scale_loss",
     "static_loss_scaling",
     "unscale",
