@@ -1,5 +1,6 @@
 """Writing tensors to a file in dtypes of their own: cast as they stream by, counted, and refused if they don't fit."""
 
+import difflib
 import os
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
@@ -95,8 +96,10 @@ def matching(names: Iterable[str], patterns: Any, argument: str) -> set[str]:
         rule = Rule(pattern)
         covered = {name for name in known if rule.covers(name) or rule.covers(name.removeprefix("params/"))}
         if not covered:
+            near = difflib.get_close_matches(pattern, known, n=5, cutoff=0)
             raise AmpValueError(
-                f"`{argument}` has {pattern!r}, which matches no name. {suggest(pattern, tuple(known))}"
+                f"`{argument}` has {pattern!r}, which matches none of {len(known)} names. The nearest are: "
+                f"{', '.join(near)}. `*` stays between two slashes, `**` crosses them."
             )
         found |= covered
     return found
