@@ -84,7 +84,7 @@ def save_params(
     kept = matching(leaves, keep, "keep")
     placed = st.laid_out(
         {
-            name: st.Spec(_native(leaf.dtype) if name in kept else _cast_to(leaf.dtype, target), leaf.shape)
+            name: st.Spec(_native(leaf.dtype) if name in kept else cast_to(leaf.dtype, target), leaf.shape)
             for name, leaf in leaves.items()
         }
     )
@@ -112,7 +112,8 @@ def file_dtype(dtype: Any) -> np.dtype[Any]:
     return target
 
 
-def _cast_to(dtype: Any, target: np.dtype[Any] | None) -> np.dtype[Any]:
+def cast_to(dtype: Any, target: np.dtype[Any] | None) -> np.dtype[Any]:
+    """The dtype in a file of a tensor that isn't kept: floats change, but for float8."""
     return target if target is not None and _dtypes.is_float(dtype) else _native(dtype)
 
 
