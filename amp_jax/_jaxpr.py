@@ -132,12 +132,22 @@ def bind(eqn: JaxprEqn, operands: Sequence[Any], params: dict[str, Any]) -> list
 
 def rebind(eqn: JaxprEqn, body: Callable[..., list[Any]], operands: Sequence[Any]) -> list[Any]:
     """Apply an equation that holds one body (`jit`, `remat2`) with `body` in its place, all other params kept."""
-    closed = jax.make_jaxpr(body)(*operands)
+    closed, params = jax.make_jaxpr(body)(*operands), dict(eqn.params)
+    consts = open_jaxpr(closed)[1]
+    if consts and "prevent_cse" in params:  # a rematerialised block holds no arrays: they are operands
+        operands, own = [*consts, *operands], of_constants(closed)
+        closed = jax.make_jaxpr(own)(*operands)
+        if isinstance(params["prevent_cse"], tuple):
+            params["prevent_cse"] = (*[True] * len(consts), *params["prevent_cse"])
+    jaxpr = closed if hasattr(params["jaxpr"], "consts") and hasattr(closed, "jaxpr") else open_jaxpr(closed)[0]
+    return bind(eqn, operands, dict(params, jaxpr=jaxpr))
+
+
+def of_constants(closed: Any) -> Callable[..., list[Any]]:
+    """A program as a function of its constants and its inputs."""
     jaxpr, consts = open_jaxpr(closed)
-    if hasattr(eqn.params["jaxpr"], "consts") and hasattr(closed, "jaxpr"):
-        return bind(eqn, operands, dict(eqn.params, jaxpr=closed))
-    assert not consts, "a rewritten body closes over nothing: its constants are operands"
-    return bind(eqn, operands, dict(eqn.params, jaxpr=jaxpr))
+    n = len(consts)
+    return lambda *args: list(eval_jaxpr(jaxpr, args[:n], *args[n:]))
 
 
 def with_dtype(aval: Any, dtype: Any) -> Any:

@@ -173,3 +173,14 @@ def test_printing_happens_once_and_in_order(capfd):
     jax.block_until_ready(autocast(fun, "mixed_bfloat16")(jnp.ones((2, 2))))
     jax.effects_barrier()
     assert capfd.readouterr().out.split("\n")[:4] == ["first 1.0", "loop", "loop", "last"]
+
+
+@pytest.mark.parametrize("transform", [lambda f: f, jax.vmap], ids=["plain", "vmap"])
+def test_a_block_around_a_jitted_function_that_closes_over_an_array(transform):
+    # The array is a constant of the rewritten block, and a rematerialised block can't hold any.
+    order = jnp.array([2, 0, 1])
+    shuffled = jax.jit(lambda x, w: jnp.sin(x[order] @ w))
+    block = transform(jax.checkpoint(lambda x: shuffled(x, normal(1, 3, 3)) @ x))
+    x = normal(0, *([2] if transform is jax.vmap else []), 3, 3)
+    got = jax.grad(lambda x: jnp.sum(autocast(block, "mixed_bfloat16")(x)))
+    assert relative_error(got(x), jax.grad(lambda x: jnp.sum(block(x)))(x)) < 0.02
