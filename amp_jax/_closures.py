@@ -4,6 +4,7 @@ An eager call of an autocast function reuses an earlier trace only if all of thi
 was replaced must not go stale.
 """
 
+import dataclasses
 import dis
 import functools
 import types
@@ -69,10 +70,12 @@ def _walk(held: Any, seen: set[int]) -> Iterator[Any]:
             yield from _walk(part, seen)
     else:
         yield held
-        if not isinstance(held, (jax.Array, np.ndarray)):
-            # Of an object's attributes only arrays count: a counter that it keeps is no reason to trace again.
-            for part in vars(held).values() if hasattr(held, "__dict__") and not callable(held) else ():
-                yield from (x for x in _walk(part, seen) if not isinstance(x, _ATOMS))
+        if not isinstance(held, (jax.Array, np.ndarray)) and hasattr(held, "__dict__"):
+            # Numbers count where they are what an object is made of, as an array does; a counter that a trainer keeps
+            # is no reason to trace again.
+            whole = dataclasses.is_dataclass(held)
+            for part in vars(held).values():
+                yield from (x for x in _walk(part, seen) if whole or not isinstance(x, _ATOMS))
 
 
 def _reads(fun: types.FunctionType) -> Iterator[Any]:

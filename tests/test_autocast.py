@@ -1,5 +1,10 @@
 """autocast as a transform: pytrees, keywords, static arguments, caching, closures, nesting, errors."""
 
+import dataclasses
+import functools
+from typing import Any
+from unittest.mock import Mock
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +12,7 @@ import pytest
 from flax import nnx
 
 import amp_jax as amp
+from amp_jax._autocast import KEPT
 from tests.programs import autocast, normal, products, relative_error, result_dtypes
 
 ONES = jnp.ones((2, 2))
@@ -256,3 +262,116 @@ def test_a_rule_that_no_scope_matches_is_named(key, error, says):
 def test_float64_is_no_compute_dtype_for_autocast():
     with pytest.raises(amp.AmpValueError, match=r"compute=float64.*autocast computes in bfloat16, float16 or float32"):
         autocast(lambda x: x @ x, amp.Policy("float32", "float64", "float32"))(ONES)
+
+
+@dataclasses.dataclass
+class Layer:
+    w: jax.Array
+    scale: float
+    traced: Any
+
+    def __call__(self, x):
+        self.traced(1)
+        return x @ self.w * self.scale
+
+    def method(self, x):
+        return self(x)
+
+
+def with_weight(w, x, traced):
+    traced(1)
+    return x @ w * 2.0
+
+
+def forms(layer):
+    jitted = jax.jit(lambda x: x @ layer.w)
+    return {
+        "callable": layer,
+        "method": layer.method,
+        "partial": functools.partial(with_weight, layer.w, traced=layer.traced),
+        "inner function": lambda x: layer(x),
+        "jitted inside": lambda x: (layer.traced(1), jitted(x))[1],
+    }
+
+
+@pytest.mark.parametrize("form", list(forms(Layer(ONES, 1.0, len))))
+def test_every_form_of_function_is_traced_once(form):
+    log = []
+    layer = Layer(2 * ONES, 2.0, log.append)  # a method of C: its list isn't counted among what is closed over
+    fun = autocast(forms(layer)[form], "mixed_bfloat16")
+    for _ in range(3):
+        assert fun(ONES).dtype == jnp.float32
+    assert log == [1]
+
+
+@pytest.mark.parametrize("form", ["callable", "method", "inner function"])
+def test_an_array_and_a_number_of_a_dataclass_do_not_go_stale(form):
+    layer = Layer(ONES, 1.0, [].append)
+    fun = autocast(forms(layer)[form], "mixed_bfloat16")
+    assert float(fun(ONES)[0, 0]) == 2.0
+    layer.w = 2 * ONES
+    assert float(fun(ONES)[0, 0]) == 4.0
+    layer.scale = 3.0
+    assert float(fun(ONES)[0, 0]) == 12.0
+
+
+def test_a_counter_of_an_object_is_no_reason_to_trace_again():
+    log = []
+
+    class Trainer:
+        def __init__(self):
+            self.step, self.traced = 0, log.append
+
+        def loss(self, x):
+            self.traced(1)
+            return x @ x
+
+    trainer = Trainer()
+    fun = autocast(trainer.loss, "mixed_bfloat16")
+    for trainer.step in range(4):
+        fun(ONES)
+    assert log == [1]
+
+
+def test_what_is_kept_is_bounded():
+    traced = Mock()
+    fun = autocast(lambda x, n: (traced(n), x * n)[1], "mixed_bfloat16")
+    for n in range(KEPT + 1):
+        fun(ONES, n)
+    fun(ONES, KEPT)  # kept
+    assert traced.call_count == KEPT + 1
+    fun(ONES, 0)  # the first one has made room
+    assert traced.call_count == KEPT + 2
+
+
+def test_static_arguments_of_a_jit_around_it_and_inside():
+    def model(x, n, activation):
+        return activation(x @ x) * n
+
+    around = jax.jit(autocast(model, "mixed_bfloat16"), static_argnames=("n", "activation"))
+    inside = autocast(jax.jit(model, static_argnames=("n", "activation")), "mixed_bfloat16")
+    for fun in (around, inside):
+        assert float(fun(ONES, n=3, activation=jnp.negative)[0, 0]) == -6.0
+        assert float(fun(ONES, n=2, activation=jnp.abs)[0, 0]) == 4.0
+
+
+WEAK = {
+    "product": lambda a: a * 2,
+    "sine": jnp.sin,
+    "cond": lambda a: jax.lax.cond(True, lambda: a, lambda: a * 2),
+    "scan": lambda a: jax.lax.scan(lambda c, _: (c * 0.5, c), a, None, length=2),
+    "jit": jax.jit(lambda a: a + 1),
+    "remat": jax.checkpoint(lambda a: a * 2.0),
+    "while": lambda a: jax.lax.while_loop(lambda c: c < 3, lambda c: c + 1, a),
+    "where": lambda a: jnp.where(ONES @ ONES > 0, a, 1.0),
+    "beside a matrix": lambda a: (a, a * (ONES @ ONES), ONES @ ONES + a),
+}
+
+
+@pytest.mark.parametrize("weak", [True, False])
+@pytest.mark.parametrize("name", list(WEAK))
+def test_weak_types_stay_weak(name, weak):
+    scalar = jax.ShapeDtypeStruct((), jnp.float32, weak_type=weak)
+    plain, cast = (jax.make_jaxpr(f)(scalar) for f in (WEAK[name], autocast(WEAK[name], "mixed_bfloat16")))
+    types = [[(v.aval.dtype, v.aval.weak_type) for v in jaxpr.jaxpr.outvars] for jaxpr in (plain, cast)]
+    assert types[0] == types[1]
