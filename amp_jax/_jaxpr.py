@@ -36,6 +36,7 @@ __all__ = [
     "equations",
     "inner_jaxprs",
     "is_eager",
+    "is_known",
     "is_primitive",
     "is_tracer",
     "mark_primitive",
@@ -252,6 +253,11 @@ _MARK = "amp_jax_category"
 def is_tracer(value: Any) -> bool:
     """Whether a value is known by type alone so far."""
     return isinstance(value, Tracer)
+
+
+def is_known(value: Any) -> bool:
+    """Whether a constant's numbers are there to be read: not a tracer's, and not a reference's, which may change."""
+    return not is_tracer(value) and not isinstance(value, jax.Ref)
 
 
 def is_eager() -> bool:

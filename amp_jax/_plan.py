@@ -21,7 +21,7 @@ from amp_jax._jaxpr import (
     category_of,
     equations,
     inner_jaxprs,
-    is_tracer,
+    is_known,
     open_jaxpr,
     source_line,
 )
@@ -181,7 +181,7 @@ class _Builder:
         value = self.graph.values[number]
         value.literal = literal
         value.numbers = 1 if literal else value.numbers
-        if value.dtype is not None and value.dtype.kind in "iuf" and size(aval) <= 64 and not is_tracer(held):
+        if value.dtype is not None and value.dtype.kind in "iuf" and size(aval) <= 64 and is_known(held):
             value.constant = np.asarray(held)
             value.peak = float(np.max(np.abs(value.constant), initial=0.0, where=np.isfinite(value.constant)))
         return number
