@@ -135,7 +135,7 @@ def run(step: Step, operands: list[Any]) -> list[Any]:
     name = step.eqn.primitive.name
     if step.plans and not _as_traced(step):
         return _HOLDERS.get(name, _block)(step, operands)
-    if name in ("custom_jvp_call", "custom_vjp_call"):
+    if name in _BOUND_BY_JAX:
         return as_function(step.eqn, step.owner)(*operands)
     if name == "convert_element_type":
         return [_convert(step, operands[0])]
@@ -146,6 +146,10 @@ def run(step: Step, operands: list[Any]) -> list[Any]:
         return [_scatter(step, operands)]
     params = {k: low if k in _DTYPE_PARAMS and v == FLOAT32 else v for k, v in step.eqn.params.items()}
     return bind(step.eqn, operands, params)
+
+
+_BOUND_BY_JAX = ("custom_jvp_call", "custom_vjp_call", "closed_call", "core_call", "call", "shard_map")
+"""What `bind` takes in another form than an equation's params have it."""
 
 
 def _as_traced(step: Step) -> bool:

@@ -184,3 +184,14 @@ def test_a_block_around_a_jitted_function_that_closes_over_an_array(transform):
     x = normal(0, *([2] if transform is jax.vmap else []), 3, 3)
     got = jax.grad(lambda x: jnp.sum(autocast(block, "mixed_bfloat16")(x)))
     assert relative_error(got(x), jax.grad(lambda x: jnp.sum(block(x)))(x)) < 0.02
+
+
+def test_what_a_linearized_block_or_a_mapped_body_holds_is_bound_again_where_nothing_in_it_changes():
+    sharded = jax.shard_map(lambda x: 2 * x, mesh=mesh(2), in_specs=P("i"), out_specs=P("i"))
+
+    def fun(x):
+        y, push = jax.linearize(jax.checkpoint(lambda x: lax.scan(lambda c, _: (jnp.sin(c), None), x, None, 2)[0]), x)
+        return sharded(y) @ push(x)
+
+    x = normal(0, 4, 4)
+    assert relative_error(autocast(fun, "mixed_bfloat16")(x), fun(x)) < 0.01
