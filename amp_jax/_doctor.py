@@ -55,7 +55,7 @@ def diagnose() -> Diagnosis:
 
 
 def _why(device: Any) -> str:
-    """The reason for what `_policy.choose` chooses."""
+    """The reason for what `_device.choose` chooses."""
     if device.platform == "tpu":
         return "the matrix units of a TPU take bfloat16, which has the range of float32"
     if device.platform != "gpu":

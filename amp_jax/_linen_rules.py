@@ -12,7 +12,8 @@ import flax.linen as nn
 import jax
 
 from amp_jax import _regions
-from amp_jax._policy import Policy, Rule
+from amp_jax._policy import Policy
+from amp_jax._rule import Rule
 
 
 class Lifted(NamedTuple):

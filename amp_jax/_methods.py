@@ -12,7 +12,8 @@ import jax
 import numpy as np
 
 from amp_jax._graph import FLOAT32
-from amp_jax._policy import Policy, Rule
+from amp_jax._policy import Policy
+from amp_jax._rule import Rule
 
 
 def public_methods(kind: type, root: type) -> dict[str, Callable[..., Any]]:

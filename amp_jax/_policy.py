@@ -1,25 +1,22 @@
 """The policy: in which dtype parameters live, work runs, and results leave.
 
-A *rule* gives part of a model a policy of its own. Its key is a glob on module paths (`decoder/*`, `**/norm`) or a
-module class; it covers the modules that it matches and everything inside them; of several rules the last one counts.
-*Resolving* replaces `auto` by what the device is good at. That asks for the device, so it waits until something runs.
+A policy's *rules* (`_rule`) give parts of a model a policy of their own; of several the last one counts. *Resolving*
+replaces `auto` by what the device is good at. That asks for the device, so it waits until something runs.
 """
 
 import dataclasses
-import functools
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-import jax
 import jmp
 import numpy as np
 
-from amp_jax import _casting, _dtypes
+from amp_jax import _casting, _device, _dtypes
 from amp_jax._errors import AmpTypeError, AmpValueError
 from amp_jax._ops import CATEGORIES
+from amp_jax._rule import LateDtype, Rule, escaped
 
 FLOAT32 = np.dtype(np.float32)
 AUTO, HALF = "auto", "half"
@@ -34,56 +31,6 @@ _PARTS = {
     "o": "output_dtype",
     "output": "output_dtype",
 }
-
-LateDtype = np.dtype[Any] | str
-
-
-@dataclass(frozen=True)
-class Rule:
-    """A part of a model and the dtypes that it has instead of the policy's; None leaves one as it is.
-
-    >>> Rule("decoder/*", compute_dtype=FLOAT32).covers("decoder/head/dense")
-    True
-    """
-
-    key: str | type
-    param_dtype: LateDtype | None = None
-    compute_dtype: LateDtype | None = None
-    output_dtype: LateDtype | None = None
-
-    def covers(self, path: str, modules: Mapping[str, type] = MappingProxyType({})) -> bool:
-        """Whether the module at this path is meant, or one around it; `modules` has the types for class keys."""
-        parts = path.split("/") if path else []
-        around = ("/".join(parts[:n]) for n in range(len(parts) + 1))
-        return any(self.matches(p, modules.get(p)) for p in around)
-
-    def matches(self, path: str, kind: type | None) -> bool:
-        """Whether the key names this very module."""
-        if isinstance(self.key, type):
-            return kind is not None and issubclass(kind, self.key)
-        return _glob(self.key).fullmatch(path) is not None
-
-
-@functools.lru_cache(maxsize=1024)
-def _glob(key: str) -> re.Pattern[str]:
-    """`*` and `?` stay within a name, `**` crosses names: `a/**` is `a` and all inside, `**/b` every `b`."""
-    pattern, i = "", 0
-    while i < len(key):
-        if key.startswith("**/", i):
-            pattern, i = pattern + "(?:.*/)?", i + 3
-        elif key.startswith("/**", i) and i + 3 == len(key):
-            pattern, i = pattern + "(?:/.*)?", i + 3
-        elif key.startswith("**", i):
-            pattern, i = pattern + ".*", i + 2
-        elif key[i] in "*?":
-            pattern, i = pattern + {"*": "[^/]*", "?": "[^/]"}[key[i]], i + 1
-        elif key[i] == "[" and "]" in key[i:]:
-            end = key.index("]", i)
-            inside = key[i + 1 : end].replace("!", "^", 1).replace("\\", "\\\\").replace("[", "\\[")
-            pattern, i = f"{pattern}[{inside}]", end + 1
-        else:
-            pattern, i = pattern + re.escape(key[i]), i + 1
-    return re.compile(pattern)
 
 
 @dataclass(frozen=True)
@@ -199,7 +146,7 @@ class Policy:
                 name = rule.key.__name__ if isinstance(rule.key, type) else rule.key
                 paths = tuple(p for p in modules if p) or ("(no submodules)",)
                 raise AmpValueError(f"rule {name!r} matches no module. {_dtypes.suggest(name, paths)}")
-            keys = [_escaped(p) for p in found] if isinstance(rule.key, type) else [rule.key]
+            keys = [escaped(p) for p in found] if isinstance(rule.key, type) else [rule.key]
             bound += [dataclasses.replace(rule, key=key) for key in keys]
         return dataclasses.replace(self, rules=tuple(bound))
 
@@ -207,7 +154,7 @@ class Policy:
         """The policy with `auto` and `half` replaced by this device's dtype: this starts the backend if it has to."""
         if not any(isinstance(d, str) for d in _dtypes_of(self)):
             return self
-        auto = _device_dtype()
+        auto = _device.device_dtype()
         half = auto if auto != FLOAT32 else np.dtype(np.float16)
         known = {AUTO: auto, HALF: half}
         fill = lambda x: {p: known.get(d, d) for p in set(_PARTS.values()) if isinstance(d := getattr(x, p), str)}  # noqa: E731
@@ -334,38 +281,5 @@ def _inside(rule: Rule, path: str) -> bool:
     return isinstance(rule.key, str) and rule.covers(path)
 
 
-def _escaped(path: str) -> str:
-    return re.sub(r"([*?\[])", r"[\1]", path)
-
-
 def _dtypes_of(policy: Policy) -> list[Any]:
     return [getattr(x, part) for x in (policy, *policy.rules) for part in set(_PARTS.values())]
-
-
-def choose(platform: str, compute_capability: str | None) -> np.dtype[Any]:
-    """The compute dtype that a device is good at.
-
-    >>> choose("gpu", "7.5"), choose("gpu", "9.0")
-    (dtype('float16'), dtype(bfloat16))
-
-    Args:
-        platform: JAX's name: cpu, gpu, cuda, rocm, tpu.
-        compute_capability: NVIDIA's, such as "8.0"; None for other devices.
-    """
-    bfloat16 = _dtypes.parse("bfloat16")
-    if platform not in ("gpu", "cuda") or compute_capability is None:
-        return bfloat16
-    try:
-        major = int(compute_capability.partition(".")[0])
-    except ValueError:  # AMD's cards name an architecture, such as gfx90a
-        return bfloat16
-    if major >= 8:
-        return bfloat16
-    return np.dtype(np.float16) if major == 7 else FLOAT32
-
-
-def _device_dtype() -> np.dtype[Any]:
-    device: Any = jax.config.jax_default_device or jax.devices()[0]
-    if isinstance(device, str):
-        device = jax.devices(device)[0]
-    return choose(device.platform, getattr(device, "compute_capability", None))

@@ -12,7 +12,7 @@ from amp_jax._atomic import replacing
 from amp_jax._dtypes import suggest
 from amp_jax._errors import AmpTypeError, AmpValueError
 from amp_jax._narrowing import Loss, narrowed
-from amp_jax._policy import Rule
+from amp_jax._rule import Rule
 from amp_jax._save_report import SavedTensor, SaveReport, refused, saved
 
 ON_OVERFLOW = ("error", "clip", "allow")

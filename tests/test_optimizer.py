@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from amp_jax import _policy
+from amp_jax import _device
 from amp_jax._errors import AmpTypeError, AmpValueError
 from amp_jax._gradients import value_and_grad
 from amp_jax._loss_scale import NoLossScaleState
@@ -431,9 +431,9 @@ def test_loss_scaling_by_the_rules_of_a_policy() -> None:
 
 def test_auto_is_resolved_in_init(monkeypatch: pytest.MonkeyPatch) -> None:
     tx = loss_scaling(ADAMW, "auto")
-    monkeypatch.setattr(_policy, "_device_dtype", lambda: np.dtype(np.float16))
+    monkeypatch.setattr(_device, "device_dtype", lambda: np.dtype(np.float16))
     assert float(metrics(tx.init(PARAMS))["loss_scale"]) == 2.0**15
-    monkeypatch.setattr(_policy, "_device_dtype", lambda: np.dtype(np.float32))
+    monkeypatch.setattr(_device, "device_dtype", lambda: np.dtype(np.float32))
     assert float(metrics(tx.init(PARAMS))["loss_scale"]) == 1.0
 
 
