@@ -16,7 +16,7 @@ operation by operation; `wrap` to a Flax module. Where the compute dtype is floa
 from amp_jax._accumulate import accumulate_gradients
 from amp_jax._autocast import autocast, full_precision, precision
 from amp_jax._errors import AmpError, AmpTypeError, AmpValueError
-from amp_jax._explain import Report, explain
+from amp_jax._explain import explain
 from amp_jax._finite import all_finite
 from amp_jax._gradients import grad, scale_loss, unscale, value_and_grad
 from amp_jax._health import check_health, nonfinite_leaves
@@ -26,6 +26,7 @@ from amp_jax._optimizer import dynamic_loss_scaling, loss_scaling, no_loss_scali
 from amp_jax._policy import Policy, get_policy
 from amp_jax._presets import load_loss_scale, loss_scale_settings
 from amp_jax._register import register_op
+from amp_jax._report import Report
 from amp_jax._save_report import SaveReport
 from amp_jax._saving import save_params
 from amp_jax._wrap import wrap

@@ -108,8 +108,7 @@ def autocast(fun: Any = None, policy: Any = "auto") -> Any:
 
     @functools.wraps(fun)
     def autocast_fun(*args: Any, **kwargs: Any) -> Any:
-        nnx = sys.modules.get("flax.nnx")
-        if nnx is not None and holds(nnx.Module, (args, kwargs)):
+        if holds_modules((args, kwargs)):
             from amp_jax.nnx import with_updates
 
             return with_updates(functools.partial(planned, policy=chosen, kept=kept), fun, args, kwargs)
@@ -118,9 +117,13 @@ def autocast(fun: Any = None, policy: Any = "auto") -> Any:
     return autocast_fun
 
 
-def holds(kind: type, args: Any) -> bool:
-    """Whether a value of this kind is anywhere in a tree."""
-    return any(isinstance(x, kind) for x in jax.tree.leaves(args, is_leaf=lambda x: isinstance(x, kind)))
+def holds_modules(args: Any) -> bool:
+    """Whether an nnx Module is anywhere in a tree."""
+    nnx: Any = sys.modules.get("flax.nnx")  # it can only be in play if someone has imported it
+    if nnx is None:
+        return False
+    is_module = lambda x: isinstance(x, nnx.Module)  # noqa: E731
+    return any(map(is_module, jax.tree.leaves(args, is_leaf=is_module)))
 
 
 def _plain(policy: Policy) -> bool:
@@ -208,16 +211,21 @@ def run_plan(fun: Callable[..., Any], policy: Policy, inputs: Split, arrays: Seq
     return jax.tree.unflatten(jax.tree.structure(traced.shapes), out), traced
 
 
-def plan_of(fun: Callable[..., Any], policy: Policy, inputs: Split, arrays: Sequence[Any]) -> tuple[Trace, Plan]:
-    """Trace a function and plan it."""
+def of_arrays(fun: Callable[..., Any], inputs: Split) -> Callable[..., Any]:
+    """The function as one of its arrays alone."""
 
-    def flat(*given: Any) -> Any:
-        args, kwargs = inputs.join(given)
+    def flat(*arrays: Any) -> Any:
+        args, kwargs = inputs.join(arrays)
         return fun(*args, **kwargs)
 
+    return flat
+
+
+def plan_of(fun: Callable[..., Any], policy: Policy, inputs: Split, arrays: Sequence[Any]) -> tuple[Trace, Plan]:
+    """Trace a function and plan it."""
     try:
         with _regions.traced_under(policy):
-            traced = trace(flat, *arrays)
+            traced = trace(of_arrays(fun, inputs), *arrays)
     except jax.errors.ConcretizationTypeError as error:
         error.add_note(
             f"amp.autocast traces `{getattr(fun, '__name__', fun)}`, as jax.jit does: a Python `if`, `while` or "
