@@ -15,8 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from amp_jax._errors import AmpTypeError, AmpValueError
+from amp_jax._errors import AmpValueError
 from amp_jax._gradients import map_gradients, value_and_grad
+from amp_jax._loss_scale import checked_count
 
 
 def accumulate_gradients(
@@ -55,7 +56,7 @@ def accumulate_gradients(
             holds no loss scale, or several.
         AmpTypeError: `steps` is no int, `fun` no function; in the call, as for `value_and_grad`.
     """
-    _check_steps(steps)
+    steps = checked_count("steps", steps)
     differentiate = value_and_grad(fun, opt_state, has_aux=has_aux)
 
     @functools.wraps(fun, updated=())
@@ -82,8 +83,9 @@ def _mean(
     step: Callable[[Any, Any], tuple[Any, Any]], state: Any, micro_batches: Any, steps: int, has_aux: bool
 ) -> tuple[Any, tuple[Any, Any]]:
     """The state after all steps, and the mean of what they gave."""
-    first = jax.tree.map(lambda x: x[0], micro_batches)
-    _, (value, grads) = jax.eval_shape(step, state, first)
+    # Sliced under eval_shape, so that nothing runs for the sake of shapes.
+    first = lambda state, all_: step(state, jax.tree.map(lambda x: x[0], all_))  # noqa: E731
+    _, (value, grads) = jax.eval_shape(first, state, micro_batches)
     shapes, tree = jax.tree.flatten(grads)
     is_gradient = jax.tree.leaves(map_gradients(lambda _: True, grads, other=lambda _: False))
     summed = [x for x, ours in zip(shapes, is_gradient, strict=True) if ours]
@@ -119,10 +121,3 @@ def _dealt(steps: int, path: Any, x: Any) -> Any:
         )
     x = jnp.asarray(x)
     return jnp.swapaxes(x.reshape(shape[0] // steps, steps, *shape[1:]), 0, 1)
-
-
-def _check_steps(steps: Any) -> None:
-    if isinstance(steps, bool) or not isinstance(steps, int | np.integer):
-        raise AmpTypeError(f"`steps` is {steps!r}, expected an int: how many micro-batches a batch is cut into")
-    if steps < 1:
-        raise AmpValueError(f"`steps` is {steps}, expected at least 1 micro-batch")

@@ -65,9 +65,7 @@ def _convert(given: argparse.Namespace) -> None:
 def _inspect(given: argparse.Namespace) -> None:
     with _progress(given.path) as advance:
         tensors, metadata = inspect(given.path, advance)
-    table = Table(
-        "tensor", "shape", "dtype", "bytes", "lowest", "highest", "smallest", "NaN, inf", "survives", box=None
-    )
+    table = Table(*_COLUMNS, box=None)
     for name, found in tensors.items():
         table.add_row(*(Text(cell) for cell in _row(name, found)))
     _wide().print(table)

@@ -92,15 +92,17 @@ def inspect(
     """
     with open(path, "rb") as file:
         header = st.read_header(file, str(path))
-        read = lambda name: _told(st.read_chunks(file, header, name), advance)  # noqa: E731
-        return {name: _extremes(spec, read(name)) for name, spec in header.specs.items()}, header.metadata
+        found: dict[str, Extremes] = {}
+        for name, spec in header.specs.items():
+            if jnp.issubdtype(spec.dtype, np.floating):
+                found[name] = _extremes(spec, _told(st.read_chunks(file, header, name), advance))
+            else:
+                found[name] = Extremes(spec)
+                advance(spec.nbytes)
+        return found, header.metadata
 
 
 def _extremes(spec: st.Spec, chunks: Iterator[np.ndarray[Any, Any]]) -> Extremes:
-    if not jnp.issubdtype(spec.dtype, np.floating):
-        for _ in chunks:
-            pass
-        return Extremes(spec)
     lowest = highest = smallest = None
     nonfinite = 0
     losses = dict.fromkeys(CANDIDATES, Loss())

@@ -51,16 +51,16 @@ def diagnose() -> Diagnosis:
     for one in jax.devices():
         devices[_described(one)] = devices.get(_described(one), 0) + 1
     policy = get_policy("auto").resolve()
-    return Diagnosis(_versions(), devices, {name: support(device, name) for name in DTYPES}, str(policy), _why(device))
+    dtypes = {name: support(device, name) for name in DTYPES}
+    return Diagnosis(_versions(), devices, dtypes, str(policy), _why(device, _dtypes.name(policy.compute_dtype)))
 
 
-def _why(device: Any) -> str:
+def _why(device: Any, chosen: str) -> str:
     """The reason for what `_device.choose` chooses."""
     if device.platform == "tpu":
         return "the matrix units of a TPU take bfloat16, which has the range of float32"
     if device.platform != "gpu":
         return "no loss scale is needed in bfloat16; on a CPU it shows what other devices compute and may save no time"
-    chosen = _dtypes.name(get_policy("auto").resolve().compute_dtype)
     return {
         "bfloat16": "the tensor cores take bfloat16, which has the range of float32",
         "float16": "the tensor cores take float16 but, before compute capability 8.0, not bfloat16",
@@ -75,7 +75,7 @@ def support(device: Any, name: str) -> str:
     try:
         x = jax.device_put(jnp.ones((16, 16), _dtypes.parse(name)), device)
         jax.block_until_ready(jnp.dot(x, x))
-    except Exception:  # whatever a backend raises for what it can't do
+    except (RuntimeError, TypeError, ValueError):  # a backend's ways to say that it can't; JAX's own error is the first
         return "none"
     return "native" if is_native(device, name) else "emulated"
 
@@ -86,9 +86,8 @@ def is_native(device: Any, name: str) -> bool:
         capability = str(getattr(device, "compute_capability", ""))
         if capability.replace(".", "", 1).isdecimal():
             return float(capability) >= _NVIDIA[name]
-        return not name.startswith(
-            "float8"
-        )  # AMD's cards name an architecture, and their matrix cores differ in float8
+        # AMD's cards name an architecture, and their matrix cores differ in float8.
+        return not name.startswith("float8")
     if device.platform == "tpu":
         return name in ("float32", "bfloat16")
     return name in ("float32", "float64") or any(flag in _cpu_flags() for flag in _X86.get(name, ()))

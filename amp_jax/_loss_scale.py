@@ -86,7 +86,7 @@ class LossScaleSettings:
         for name in ("growth_factor", "backoff_factor"):
             self._set(name, _number(name, getattr(self, name)))
         for name in ("growth_interval", "hysteresis"):
-            self._set(name, _count(name, getattr(self, name)))
+            self._set(name, checked_count(name, getattr(self, name)))
         if not 1 < self.growth_factor < np.inf:
             raise AmpValueError(f"`growth_factor` is {self.growth_factor}, expected a finite number above 1")
         if not 0 < self.backoff_factor < 1:
@@ -112,7 +112,8 @@ def checked_scale(name: str, value: Any) -> float:
     return number
 
 
-def _count(name: str, value: Any) -> int:
+def checked_count(name: str, value: Any) -> int:
+    """A value that can serve as a count: an int from 1. Raises on others."""
     limit = np.iinfo(np.int32).max
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
         raise AmpTypeError(f"`{name}` is {value!r}, expected an int from 1 to {limit}")

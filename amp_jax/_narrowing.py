@@ -11,7 +11,7 @@ import numpy as np
 from ml_dtypes import finfo
 
 CHUNK = 1 << 18
-"""How many numbers are cast at a time: the temporaries of one chunk are all that a cast needs beside its operand."""
+"""How many numbers are read, cast and written at a time: the temporaries of one chunk are all that it takes beside."""
 
 
 class Loss(NamedTuple):

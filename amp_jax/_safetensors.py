@@ -18,6 +18,7 @@ from typing import Any, BinaryIO, NamedTuple, cast
 import ml_dtypes
 import numpy as np
 
+from amp_jax import _narrowing
 from amp_jax._errors import AmpTypeError, AmpValueError
 
 DTYPES: dict[str, np.dtype[Any]] = {
@@ -49,7 +50,6 @@ METADATA = "__metadata__"
 
 _LONGEST_HEADER = 100_000_000  # the format's own limit
 _MOST_AXES = 32
-_CHUNK = 1 << 18  # numbers
 
 
 class Spec(NamedTuple):
@@ -201,8 +201,8 @@ def read_chunks(file: BinaryIO, header: Header, name: str) -> Iterator[np.ndarra
         AmpValueError: The file has become shorter since its header was read.
     """
     spec = header.specs[name]
-    for first in range(0, spec.size, _CHUNK):
-        count = min(_CHUNK, spec.size - first)
+    for first in range(0, spec.size, _narrowing.CHUNK):
+        count = min(_narrowing.CHUNK, spec.size - first)
         raw = np.empty(count * spec.dtype.itemsize, np.uint8)
         file.seek(header.end + spec.start + first * spec.dtype.itemsize)
         if file.readinto(memoryview(raw)) != raw.nbytes:  # type: ignore[attr-defined]

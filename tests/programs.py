@@ -1,7 +1,7 @@
 """What tests of transformed programs look at: the dtypes in a jaxpr, and the two half policies."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -21,19 +21,24 @@ def result_dtypes(fun: Callable[..., Any], *args: Any, of: str = "dot_general") 
 
 def products(fun: Callable[..., Any], *args: Any) -> list[tuple[str, str, str]]:
     """The dtypes of both operands and of the result of every matrix product, inner programs included."""
-    found: list[tuple[str, str, str]] = []
+    kinds = ("dot_general", "mixed_dot_general", "conv_general_dilated")
+    return [
+        tuple(v.aval.dtype.name for v in (*eqn.invars, *eqn.outvars))
+        for jaxpr in jaxprs(jax.make_jaxpr(fun)(*args))
+        for eqn in jaxpr.eqns
+        if eqn.primitive.name in kinds
+    ]
 
-    def walk(jaxpr: Any) -> None:
-        for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
-            if eqn.primitive.name in ("dot_general", "mixed_dot_general", "conv_general_dilated"):
-                found.append(tuple(v.aval.dtype.name for v in (*eqn.invars, *eqn.outvars)))
-            for param in eqn.params.values():
-                for inner in param if isinstance(param, (tuple, list)) else (param,):
-                    if hasattr(getattr(inner, "jaxpr", inner), "eqns"):
-                        walk(inner)
 
-    walk(jax.make_jaxpr(fun)(*args))
-    return found
+def jaxprs(jaxpr: Any) -> Iterator[Any]:
+    """A program and all that it holds."""
+    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+    yield jaxpr
+    for eqn in jaxpr.eqns:
+        for param in eqn.params.values():
+            for inner in param if isinstance(param, (tuple, list)) else (param,):
+                if hasattr(getattr(inner, "jaxpr", inner), "eqns"):
+                    yield from jaxprs(inner)
 
 
 def dot_operands(fun: Callable[..., Any], *args: Any) -> set[str]:

@@ -10,22 +10,19 @@ import pytest
 
 import amp_jax as amp
 from benchmarks.workloads import MORE, NAMES, workload
+from tests.programs import jaxprs
 
 LOW = np.dtype(jnp.bfloat16)
 
 
-def pairs(jaxpr: Any) -> Iterator[tuple[Any, Any, Any]]:
+def pairs(program: Any) -> Iterator[tuple[Any, Any, Any]]:
     """The dtypes before, between and after, of every cast of what was itself just cast."""
-    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
-    casts = {e.outvars[0]: e for e in jaxpr.eqns if e.primitive.name == "convert_element_type"}
-    for eqn in casts.values():
-        first = casts.get(eqn.invars[0]) if not hasattr(eqn.invars[0], "val") else None
-        if first is not None:
-            yield first.invars[0].aval.dtype, first.outvars[0].aval.dtype, eqn.outvars[0].aval.dtype
-    for eqn in jaxpr.eqns:
-        for held in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
-            if hasattr(held, "eqns") or hasattr(held, "jaxpr"):
-                yield from pairs(held)
+    for jaxpr in jaxprs(program):
+        casts = {e.outvars[0]: e for e in jaxpr.eqns if e.primitive.name == "convert_element_type"}
+        for eqn in casts.values():
+            first = casts.get(eqn.invars[0]) if not hasattr(eqn.invars[0], "val") else None
+            if first is not None:
+                yield first.invars[0].aval.dtype, first.outvars[0].aval.dtype, eqn.outvars[0].aval.dtype
 
 
 def undone(fun: Any, *args: Any) -> list[Any]:

@@ -16,6 +16,7 @@ from hypothesis import strategies as strategies
 from safetensors.numpy import save as theirs
 
 import amp_jax as amp
+from amp_jax import _narrowing
 from amp_jax import _safetensors as st
 
 FLOATS = ["float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"]
@@ -88,7 +89,7 @@ def test_wide_dtypes_come_first_so_that_all_are_aligned():
 
 
 def test_a_tensor_of_many_chunks(monkeypatch):
-    monkeypatch.setattr(st, "_CHUNK", 4)
+    monkeypatch.setattr(_narrowing, "CHUNK", 4)
     array = np.arange(10, dtype=np.int16).reshape(5, 2)
     np.testing.assert_array_equal(read(ours({"x": array}))["x"], array)
 
