@@ -1,7 +1,7 @@
 """Writing a file so that whoever looks finds the old one whole or the new one whole, whatever happens in between.
 
 The bytes go to a *temporary file* in the same folder, reach the disk, and only then take the name. The temporary file
-of a writer that was killed stays behind as `.NAME.XXXXXXXX.tmp`; nobody reads it.
+of a writer that was killed stays behind as `.NAME.<random>.tmp`; nobody reads it.
 
 Only the standard library is used here, so that a test can kill a hundred writers that never started JAX.
 """
@@ -28,7 +28,8 @@ def replacing(path: str | os.PathLike[str]) -> Generator[BinaryIO]:
         path: Where the file will be. A symbolic link stays one: what it points to is replaced.
 
     Raises:
-        OSError: The file can't be written, for example since the disk is full. What was at `path` is untouched.
+        OSError: The file can't be written, for example since the disk is full. What was at `path` is untouched. Or the
+            new file is there, but its folder can't be brought to the disk, as the message then says.
     """
     final = os.path.realpath(path)
     folder, name = os.path.split(final)
@@ -44,10 +45,11 @@ def replacing(path: str | os.PathLike[str]) -> Generator[BinaryIO]:
                 os.chmod(temporary, os.stat(final).st_mode & 0o7777)
             os.fsync(file.fileno())
         os.replace(temporary, final)
-        _sync_folder(folder)
     except OSError as error:
         message = f"could not save ({error.strerror or error}); what was at this path is as it was"
         raise OSError(error.errno or errno.EIO, message, str(path)) from error
+    else:
+        _sync_folder(folder)
     finally:
         # Gone after the rename; still there after any error, a KeyboardInterrupt included.
         with contextlib.suppress(FileNotFoundError):
@@ -69,6 +71,7 @@ def _sync_folder(folder: str) -> None:
         os.fsync(handle)
     except OSError as error:
         if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems sync no folders
-            raise
+            message = f"saved, but a loss of power may still undo it: can't sync this folder ({error.strerror})"
+            raise OSError(error.errno or errno.EIO, message, folder) from error
     finally:
         os.close(handle)

@@ -88,6 +88,24 @@ def test_a_full_disk_keeps_the_old_file_and_removes_the_temporary_one(tmp_path: 
     assert os.listdir(tmp_path) == ["weights"]
 
 
+def test_a_folder_that_can_not_be_synced_is_no_reason_to_say_that_the_old_file_is_there(tmp_path: Path, monkeypatch):
+    path = tmp_path / "weights"
+    path.write_bytes(b"old")
+    synced = []
+
+    def second_fails(handle):
+        synced.append(handle)
+        if len(synced) == 2:
+            raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "fsync", second_fails)
+    with pytest.raises(OSError, match=r"saved, but .*\(Input/output error\)") as e:
+        write_new(path, lambda: None)
+    assert e.value.filename == str(tmp_path)
+    assert path.read_bytes() == b"new"
+    assert os.listdir(tmp_path) == ["weights"]
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs a limit on file sizes")
 def test_a_limit_on_the_size_of_files_is_such_an_error_too(tmp_path: Path):
     path = tmp_path / "weights"
