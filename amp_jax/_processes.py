@@ -43,7 +43,8 @@ def shared(outcome: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """What `outcome` gives or raises on the writer, given or raised on every process.
 
     Args:
-        outcome: Called on every process; gives what JSON can hold. What it gives elsewhere is not looked at.
+        outcome: Called on every process; gives what JSON can hold. What it gives elsewhere is not looked at; what it
+            raises there alone is raised there.
 
     Raises:
         AmpValueError: The writer refused.
@@ -61,8 +62,8 @@ def shared(outcome: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         kind = "value" if isinstance(caught, AmpValueError) else "os" if isinstance(caught, OSError) else "other"
         told = {"kind": kind, "errno": getattr(caught, "errno", None), "text": str(caught)}
     told = _from_writer(told)
-    if is_writer() and error is not None:
-        raise error
+    if error is not None and (is_writer() or "value" in told):
+        raise error  # a reader's own, where it isn't told of the writer's
     if "value" in told:
         return told["value"]
     text = f"process 0, which writes, failed: {told['text']}"

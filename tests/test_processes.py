@@ -61,6 +61,16 @@ said["full"] = failure(f"{folder}/good", tree)
 file.st.write_chunks = lambda *_: 1 / 0
 said["bug"] = failure(f"{folder}/good", tree)
 said["written"] = len(whole)
+
+from amp_jax._processes import shared
+def own_failure():
+    if rank == 1:
+        raise MemoryError("here alone")
+    return {}
+try:
+    said["alone"] = [shared(own_failure)]
+except MemoryError as error:
+    said["alone"] = str(error)
 print(json.dumps(said))
 """
 
@@ -129,3 +139,7 @@ def test_both_learn_of_a_full_disk_and_of_a_bug(said):
     assert "process 0, which writes, failed" in said[1]["full"][1]
     assert [one["bug"][0] for one in said] == ["ZeroDivisionError", "AmpError"]
     assert said[1]["written"] == 0  # only the first ever wrote
+
+
+def test_an_error_on_a_process_that_does_not_write_is_not_lost(said):
+    assert [one["alone"] for one in said] == [[{}], "here alone"]
