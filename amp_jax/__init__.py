@@ -22,6 +22,7 @@ from amp_jax._gradients import grad, scale_loss, unscale, value_and_grad
 from amp_jax._health import check_health, nonfinite_leaves
 from amp_jax._loading import load_params
 from amp_jax._opt_state import metrics, where_finite
+from amp_jax._module_report import ModuleReport
 from amp_jax._optimizer import dynamic_loss_scaling, loss_scaling, no_loss_scaling, static_loss_scaling
 from amp_jax._policy import Policy, get_policy
 from amp_jax._presets import load_loss_scale, loss_scale_settings
@@ -29,6 +30,7 @@ from amp_jax._register import register_op
 from amp_jax._report import Report
 from amp_jax._save_report import SaveReport
 from amp_jax._saving import save_params
+from amp_jax._tabulate import tabulate
 from amp_jax._wrap import wrap
 
 __version__ = "0.1.0"
@@ -37,6 +39,7 @@ __all__ = [
     "AmpError",
     "AmpTypeError",
     "AmpValueError",
+    "ModuleReport",
     "Policy",
     "Report",
     "SaveReport",
@@ -61,6 +64,7 @@ __all__ = [
     "save_params",
     "scale_loss",
     "static_loss_scaling",
+    "tabulate",
     "unscale",
     "value_and_grad",
     "where_finite",

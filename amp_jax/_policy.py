@@ -124,11 +124,20 @@ class Policy:
             path: The module path, or that of a parameter in it.
             modules: The types of the modules around it, by path, for rules whose key is a class.
         """
-        held: dict[str, Any] = {}
-        for rule in self.rules:
-            if rule.covers(path, modules):
-                held |= {part: d for part in set(_PARTS.values()) if (d := getattr(rule, part)) is not None}
+        rules = {part: self.rule_for(path, part, modules) for part in set(_PARTS.values())}
+        held = {part: getattr(rule, part) for part, rule in rules.items() if rule is not None}
         return dataclasses.replace(self, rules=(), **held)
+
+    def rule_for(self, path: str, part: str, modules: Mapping[str, type] = MappingProxyType({})) -> Rule | None:
+        """The rule that decides one dtype of the module at a path; None where the policy itself does.
+
+        Args:
+            path: The module path, or that of a parameter in it.
+            part: `"param_dtype"`, `"compute_dtype"` or `"output_dtype"`.
+            modules: As for `at`.
+        """
+        given = (rule for rule in reversed(self.rules) if getattr(rule, part) is not None)
+        return next((rule for rule in given if rule.covers(path, modules)), None)
 
     def bind(self, modules: Mapping[str, type]) -> "Policy":
         """The policy for one model: class keys become paths, and every key has to match.

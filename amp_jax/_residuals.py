@@ -7,17 +7,31 @@ compute a cheap one again.
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from amp_jax._graph import dtype_of, size
-from amp_jax._jaxpr import Literal, trace
+from amp_jax._jaxpr import Literal, inner_jaxprs, open_jaxpr, trace
 
 
-def saved_bytes(fun: Callable[..., Any], arrays: Sequence[Any]) -> Counter[Any]:
-    """Bytes of residuals by dtype, when `fun(*arrays)` is differentiated in all that is a float.
+class Residual(NamedTuple):
+    """One value that is kept.
+
+    Attributes:
+        dtype: Its dtype.
+        bytes: Its size; of a loop, that of all iterations together.
+        scope: The name stack of the equation that computed it.
+    """
+
+    dtype: Any
+    bytes: int
+    scope: str
+
+
+def residuals(fun: Callable[..., Any], arrays: Sequence[Any]) -> list[Residual]:
+    """What is kept when `fun(*arrays)` is differentiated in all that is a float.
 
     Args:
         fun: A function of arrays that gives a pytree.
@@ -28,7 +42,7 @@ def saved_bytes(fun: Callable[..., Any], arrays: Sequence[Any]) -> Counter[Any]:
     """
     floats = [i for i, x in enumerate(arrays) if jnp.issubdtype(x.dtype, jnp.floating)]
 
-    def residuals(*given: Any) -> Any:
+    def kept_of(*given: Any) -> Any:
         def of(*chosen: Any) -> Any:
             replaced = dict(zip(floats, chosen, strict=True))
             out = fun(*(replaced.get(i, x) for i, x in enumerate(given)))
@@ -38,11 +52,43 @@ def saved_bytes(fun: Callable[..., Any], arrays: Sequence[Any]) -> Counter[Any]:
         pullback(out)  # a `while_loop` refuses only here
         return jax.tree.leaves(pullback)
 
-    jaxpr = trace(residuals, *arrays).jaxpr
+    jaxpr = trace(kept_of, *arrays).jaxpr
     known = {*jaxpr.invars, *jaxpr.constvars}
-    kept = dict.fromkeys(v for v in jaxpr.outvars if not isinstance(v, Literal) and v not in known)
+    found: dict[Any, Residual] = {}
+    for var in jaxpr.outvars:
+        if isinstance(var, Literal) or var in known or dtype_of(var.aval) is None:
+            continue
+        dtype, count = dtype_of(var.aval), size(var.aval)
+        source, scope = _source(jaxpr, var, "")
+        if source not in known:
+            found.setdefault((source, count), Residual(dtype, count * dtype.itemsize, scope))
+    return list(found.values())
+
+
+def saved_bytes(fun: Callable[..., Any], arrays: Sequence[Any]) -> Counter[Any]:
+    """Bytes of residuals by dtype; see `residuals`."""
     total = Counter[Any]()
-    for var in kept:
-        if dtype_of(var.aval) is not None:
-            total[dtype_of(var.aval)] += size(var.aval) * dtype_of(var.aval).itemsize
+    for residual in residuals(fun, arrays):
+        total[residual.dtype] += residual.bytes
     return total
+
+
+def _source(jaxpr: Any, var: Any, around: str) -> tuple[Any, str]:
+    """The innermost variable that a value comes from, looking through names and into loops, and its name stack."""
+    for eqn in reversed(jaxpr.eqns):
+        if var not in eqn.outvars:
+            continue
+        scope = "/".join(filter(None, (around, str(eqn.source_info.name_stack))))
+        if eqn.primitive.name == "name" and not isinstance(eqn.invars[0], Literal):
+            source, deeper = _source(jaxpr, eqn.invars[0], around)
+            return source, deeper or scope
+        for inner in inner_jaxprs(eqn):
+            body = open_jaxpr(inner)[0]
+            if len(body.outvars) != len(eqn.outvars):
+                continue
+            made = body.outvars[eqn.outvars.index(var)]
+            if any(made in e.outvars for e in body.eqns):
+                source, deeper = _source(body, made, scope)
+                return (eqn.outvars[0], source), deeper  # two calls may share one body
+        return var, scope
+    return var, around

@@ -1,7 +1,7 @@
 """wrap: a Flax module under a policy. Here the kind of module is told apart; `linen` and `nnx` do the work."""
 
 import sys
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from amp_jax._errors import AmpTypeError
 from amp_jax._policy import get_policy
@@ -35,18 +35,30 @@ def wrap(module: M, policy: Any = "auto") -> M:
         AmpValueError: `module` is wrapped already, or a rule matches no module.
     """
     chosen = get_policy(policy)
-    linen, nnx = sys.modules.get("flax.linen"), sys.modules.get("flax.nnx")
-    if linen is not None and isinstance(module, linen.Module):
+    if library_of(module, "amp.wrap") == "linen":
         from amp_jax import linen as adapter
 
-        return adapter.wrap(module, chosen)  # type: ignore[return-value]
-    if nnx is not None and isinstance(module, nnx.Module):
-        from amp_jax import nnx as other
+        return adapter.wrap(module, chosen)  # type: ignore[return-value, arg-type]
+    from amp_jax import nnx as other
 
-        return other.wrap(module, chosen)  # type: ignore[return-value]
+    return other.wrap(module, chosen)  # type: ignore[return-value, arg-type]
+
+
+def library_of(module: Any, caller: str) -> Literal["linen", "nnx"]:
+    """Whose module this is.
+
+    Raises:
+        AmpTypeError: Nobody's; the message says what to do instead of `caller(module)`.
+    """
+    linen, nnx = sys.modules.get("flax.linen"), sys.modules.get("flax.nnx")
+    if linen is not None and isinstance(module, linen.Module):
+        return "linen"
+    if nnx is not None and isinstance(module, nnx.Module):
+        return "nnx"
+    of_functions = {"amp.wrap": "amp.autocast(fun, policy)", "amp.tabulate": "amp.explain(fun, policy)(*args)"}
     instead = (
-        "Make an instance first: `amp.wrap(Model(...), policy)`."
+        f"Make an instance first: `{caller}(Model(...), policy)`."
         if isinstance(module, type)
-        else ("For a function, or a model of another library, use `amp.autocast(fun, policy)`.")
+        else f"For a function, or a model of another library, use `{of_functions[caller]}`."
     )
-    raise AmpTypeError(f"`amp.wrap(module)` expects a flax.linen or flax.nnx module, got {module!r:.80}. {instead}")
+    raise AmpTypeError(f"`{caller}(module)` expects a flax.linen or flax.nnx module, got {module!r:.80}. {instead}")

@@ -44,6 +44,12 @@ def wrap(module: nn.Module, policy: Policy) -> nn.Module:
     return kind(**_fields(module), parent=module.parent)
 
 
+def plain(module: nn.Module) -> nn.Module:
+    """The module without its policy."""
+    kind: Any = type(module).__mro__[1]
+    return kind(**_fields(module))
+
+
 @functools.cache
 def wrapped_class(kind: type[nn.Module], policy: Policy) -> type[nn.Module]:
     """The subclass whose public methods run under the policy.

@@ -50,7 +50,7 @@ def wrapped_class(kind: type[nnx.Module], policy: Policy) -> type[nnx.Module]:
     body: dict[str, Any] = {
         name: _under_policy(kind, policy, method)
         for name, method in public_methods(kind, nnx.Module).items()
-        if name not in _STATEFUL
+        if name not in STATEFUL
     }
     body |= {
         "__module__": kind.__module__,
@@ -70,7 +70,7 @@ def _unpickle(kind: type[nnx.Module], policy: Policy, held: dict[str, Any]) -> n
     return wrapped
 
 
-_STATEFUL = frozenset(
+STATEFUL = frozenset(
     ("train", "eval", "set_attributes", "set_view", "init_cache", "set_mode", "add_axis", "remove_axis")
 )
 """Methods that set attributes of the module itself; they compute nothing."""
@@ -83,7 +83,7 @@ def _under_policy(kind: type[nnx.Module], policy: Policy, method: Callable[..., 
     @functools.wraps(method)
     def inside(self: Any, *args: Any, **kwargs: Any) -> Any:
         wrapped = type(self)
-        _become(self, kind)  # the merged copy is plain: its methods call each other without a border
+        become(self, kind)  # the merged copy is plain: its methods call each other without a border
         resolved = policy.resolve()
         _place_scopes(self, resolved)
         token = _RUNNING.set(_Running("", resolved.compute_dtype))
@@ -92,7 +92,7 @@ def _under_policy(kind: type[nnx.Module], policy: Policy, method: Callable[..., 
         finally:
             _RUNNING.reset(token)
             _take_scopes(self)
-            _become(self, wrapped)
+            become(self, wrapped)
 
     @functools.wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -116,15 +116,15 @@ def _place_scopes(root: nnx.Module, policy: Policy) -> None:
     """Give each submodule its scope, and a region where its rule differs from that of the module that calls it."""
     for path, module in nnx.iter_modules(root):
         if path and not isinstance(module, nnx.Rngs):
-            _become(module, _scoped(type(module), _joined(path), policy.at(_joined(path)).compute_dtype))
+            become(module, _scoped(type(module), _joined(path), policy.at(_joined(path)).compute_dtype))
 
 
 def _take_scopes(root: nnx.Module) -> None:
     for _, module in nnx.iter_modules(root):
-        _become(module, getattr(type(module), SCOPED, type(module)))
+        become(module, getattr(type(module), SCOPED, type(module)))
 
 
-def _become(module: nnx.Module, kind: type[nnx.Module]) -> None:
+def become(module: nnx.Module, kind: type[nnx.Module]) -> None:
     """Change the class beneath nnx, which would note it as one more attribute of the model."""
     object.__setattr__(module, "__class__", kind)
 
@@ -152,7 +152,7 @@ def _scoped(kind: type[nnx.Module], path: str, dtype: Any) -> type[nnx.Module]:
         return call
 
     methods = public_methods(kind, nnx.Module).items()
-    body = {name: scoped(method) for name, method in methods if name not in _STATEFUL}
+    body = {name: scoped(method) for name, method in methods if name not in STATEFUL}
     metaclass: Any = type(kind)
     body |= {"__module__": kind.__module__, "__qualname__": kind.__qualname__, SCOPED: kind}
     return metaclass(kind.__name__, (kind,), body)
