@@ -6,12 +6,13 @@ makes a difference.
 
 import dataclasses
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
 
-from amp_jax import _regions
+from amp_jax._borders import Running, border, leaving, running, without_own_dtype
 from amp_jax._policy import Policy
 from amp_jax._rule import Rule
 
@@ -32,21 +33,22 @@ class Rules:
         self.run, self.policy, self.root = run, run.policy, run.root
         self.modules: dict[str, type] = {}
         """The type of each module that was called, and of those around it, by path."""
-        self.running: Any = run.policy.compute_dtype
-        """The compute dtype of the module whose method is running."""
+        self.running = Running("", run.policy.compute_dtype, None)
+        """The module whose method is running."""
 
     def __call__(self, method: Any, args: Any, kwargs: Any, context: Any) -> Any:
         module = context.module
         if module.scope is None or context.method_name == "setup" or module.path[: len(self.root)] != self.root:
             return method(*args, **kwargs)
-        path = self._know(module)
-        here, around = self.policy.at(path, self.modules).compute_dtype, self.running
-        self.running = here
+        path, caller = self._know(module), self.running
+        self.running = running(self.policy, path, self.modules)
+        own = without_own_dtype(module) if self.policy.rule_for(path, "compute_dtype", self.modules) else nullcontext()
         try:
-            with _regions.region(here) if here != around else _regions.nothing():
-                return method(*args, **kwargs)
+            with border(self.running, caller), own:
+                out = method(*args, **kwargs)
         finally:
-            self.running = around
+            here, self.running = self.running, caller
+        return out if self.run.creates else leaving(out, here, caller)
 
     def _know(self, module: Any) -> str:
         path = "/".join(module.path[len(self.root) :])

@@ -103,7 +103,8 @@ def _under_policy(method: Callable[..., Any]) -> Callable[..., Any]:
         policy: Policy = getattr(self, POLICY).resolve()
         run = Lifted(policy, self.path, self.is_initializing(), method.__name__ == "__call__")
         lifted = nn.transforms.decorator_lift_transform(_lift, inside, run=run)
-        return policy.cast_to_output(opened(lifted(self, *args, **kwargs)))
+        out = opened(lifted(self, *args, **kwargs))
+        return _casting.cast(out, policy.at("", {"": type(self)}).output_dtype)
 
     setattr(call, UNDER, True)
     return call

@@ -9,6 +9,7 @@ import contextvars
 import functools
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import jax
@@ -17,6 +18,7 @@ from flax import nnx
 
 from amp_jax import _casting, _regions
 from amp_jax._autocast import Kept, planned
+from amp_jax._borders import Running, border, leaving, running, without_own_dtype
 from amp_jax._errors import AmpValueError
 from amp_jax._graph import FLOAT32
 from amp_jax._methods import Sealed, opened, public_methods, sealed, stored_dtype, without_rules
@@ -86,9 +88,12 @@ def _under_policy(kind: type[nnx.Module], policy: Policy, method: Callable[..., 
         become(self, kind)  # the merged copy is plain: its methods call each other without a border
         resolved = policy.resolve()
         _place_scopes(self, resolved)
-        token = _RUNNING.set(_Running("", resolved.compute_dtype))
+        here = running(resolved, "")
+        outside = here._replace(dtype=resolved.compute_dtype)
+        token = _RUNNING.set(here)
         try:
-            return method(self, *args, **kwargs)
+            with border(here, outside), _own_dtype(self, resolved.rule_for("", "compute_dtype")):
+                return method(self, *args, **kwargs)
         finally:
             _RUNNING.reset(token)
             _take_scopes(self)
@@ -96,19 +101,12 @@ def _under_policy(kind: type[nnx.Module], policy: Policy, method: Callable[..., 
 
     @functools.wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return policy.cast_to_output(with_updates(run, inside, (self, *args), kwargs))
+        return _casting.cast(with_updates(run, inside, (self, *args), kwargs), policy.resolve().at("").output_dtype)
 
     return call
 
 
-class _Running(NamedTuple):
-    """The module whose method is running, and the compute dtype that it has."""
-
-    path: str
-    dtype: Any
-
-
-_RUNNING: contextvars.ContextVar[_Running] = contextvars.ContextVar("amp_running")
+_RUNNING: contextvars.ContextVar[Running] = contextvars.ContextVar("amp_running")
 """Follows the calls of one trace, as the call stack does; between traces it holds nothing."""
 
 
@@ -116,7 +114,8 @@ def _place_scopes(root: nnx.Module, policy: Policy) -> None:
     """Give each submodule its scope, and a region where its rule differs from that of the module that calls it."""
     for path, module in nnx.iter_modules(root):
         if path and not isinstance(module, nnx.Rngs):
-            become(module, _scoped(type(module), _joined(path), policy.at(_joined(path)).compute_dtype))
+            ruled = policy.rule_for(_joined(path), "compute_dtype")
+            become(module, _scoped(type(module), running(policy, _joined(path)), ruled))
 
 
 def _take_scopes(root: nnx.Module) -> None:
@@ -129,25 +128,28 @@ def become(module: nnx.Module, kind: type[nnx.Module]) -> None:
     object.__setattr__(module, "__class__", kind)
 
 
+def _own_dtype(module: nnx.Module, ruled: Any) -> AbstractContextManager[Any]:
+    return without_own_dtype(module) if ruled else _regions.nothing()
+
+
 @functools.lru_cache(maxsize=4096)
-def _scoped(kind: type[nnx.Module], path: str, dtype: Any) -> type[nnx.Module]:
+def _scoped(kind: type[nnx.Module], here: Running, ruled: Any) -> type[nnx.Module]:
     """The subclass for one instance whose methods are traced in a scope with its path."""
-    here = _Running(path, dtype)
 
     def scoped(method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            around = _RUNNING.get(_Running("", dtype))
-            if around.path == path:
+            caller = _RUNNING.get(here)
+            if caller.path == here.path:
                 return method(self, *args, **kwargs)
-            name = path.removeprefix(around.path + "/")
-            region = _regions.region(dtype) if dtype != around.dtype else _regions.nothing()
             token = _RUNNING.set(here)
             try:
-                with jax.named_scope(name), region:
-                    return method(self, *args, **kwargs)
+                name = jax.named_scope(here.path.removeprefix(caller.path + "/"))
+                with name, border(here, caller), _own_dtype(self, ruled):
+                    out = method(self, *args, **kwargs)
             finally:
                 _RUNNING.reset(token)
+            return leaving(out, here, caller)
 
         return call
 
