@@ -21,8 +21,8 @@ from amp_jax._finite import all_finite
 from amp_jax._gradients import grad, scale_loss, unscale, value_and_grad
 from amp_jax._health import check_health, nonfinite_leaves
 from amp_jax._loading import load_params
-from amp_jax._opt_state import metrics, where_finite
 from amp_jax._module_report import ModuleReport
+from amp_jax._opt_state import metrics, where_finite
 from amp_jax._optimizer import dynamic_loss_scaling, loss_scaling, no_loss_scaling, static_loss_scaling
 from amp_jax._policy import Policy, get_policy
 from amp_jax._presets import load_loss_scale, loss_scale_settings

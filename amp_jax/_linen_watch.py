@@ -12,6 +12,7 @@ from flax.traverse_util import flatten_dict
 from amp_jax import _marks
 from amp_jax._autocast import of_arrays, split
 from amp_jax._marks import Part, Watched
+from amp_jax._methods import sealed
 from amp_jax._policy import Policy
 from amp_jax.linen import POLICY, plain, wrap
 
@@ -37,7 +38,7 @@ def watched(module: nn.Module, policy: Policy, method: str, args: Any, kwargs: A
         rngs, mutable = {"params": jax.random.key(0)}, DenyList(("params", "intermediates"))
         with nn.intercept_methods(watch):
             out, _ = model.apply(variables, *args, rngs=rngs, mutable=mutable, method=method, **kwargs)
-        return out
+        return sealed(out)
 
     return Watched(call, variables, lambda: watch.parts(variables.get("params", {})))
 

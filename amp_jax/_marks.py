@@ -16,6 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 from amp_jax import _dtypes
 from amp_jax._errors import AmpValueError
 
+
 class Part(NamedTuple):
     """A module of a model.
 
@@ -83,7 +84,7 @@ def its_own(wrapped: bool, policy: Any, held: Any) -> Any:
     """
     if wrapped and policy is not None:
         raise AmpValueError(
-            f"`amp.tabulate(module, policy)`: the module is wrapped already, with {held}. Give None as the policy to see "
-            "what that means, or the plain module to see another."
+            f"`amp.tabulate(module, policy)`: the module is wrapped already, with {held}. Give None as the policy to "
+            "see what that means, or the plain module to see another."
         )
     return held if wrapped else policy

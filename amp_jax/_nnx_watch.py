@@ -10,7 +10,7 @@ from flax import nnx
 
 from amp_jax import _marks
 from amp_jax._marks import Part, Watched
-from amp_jax._methods import public_methods
+from amp_jax._methods import public_methods, sealed
 from amp_jax._policy import Policy
 from amp_jax.nnx import POLICY, STATEFUL, become, wrap
 
@@ -53,7 +53,7 @@ def watched(module: nnx.Module, policy: Policy, method: str, args: Any, kwargs: 
         model = nnx.merge(after[0], state)
         with _marks.inside(numbers[""]):
             out = getattr(model, method)(*args, **kwargs)
-        return _marks.returned(numbers[""], out)
+        return sealed(_marks.returned(numbers[""], out))
 
     return Watched(call, held, lambda: {n: p._replace(params=tuple(own[p.path])) for n, p in parts.items()})
 

@@ -92,7 +92,7 @@ def _read(jaxpr: Any) -> dict[int, _Facts]:
     for eqn, scope in _all(jaxpr, ""):
         path = _marks.around(scope)
         for number in path:
-            facts[number]  # noqa: B018  entered: in the order of first sight
+            facts.setdefault(number, _Facts())
         whose = _marks.returned_by(eqn)
         if whose is not None and path[-1:] != (whose,):  # else one of its methods called another
             facts[whose].results |= _floats(eqn.outvars)
