@@ -200,6 +200,16 @@ def test_a_float32_output_keeps_float32_behind_a_half_module(library):
 
 
 @both_libraries
+def test_a_half_output_of_a_half_module_changes_nothing_behind_it(library):
+    """The plan knows that it is half: the residual adds of the next block stay half too."""
+    make, program = PROGRAMS[library]
+    ruled, plain = (program(make(), p)[0] for p in (MIXED.override({SPELLED[library]["block"]: "o=bf16"}), MIXED))
+    assert result_dtypes(ruled, X, of="add") == result_dtypes(plain, X, of="add")
+    casts = [result_dtypes(apply, X, of="convert_element_type").count(F) for apply in (ruled, plain)]
+    assert casts[0] == casts[1]
+
+
+@both_libraries
 @pytest.mark.parametrize("rule", ["o=bf16", "float16", "o=f32", "c=f32,o=f16"])
 def test_output_rules_in_a_model_give_the_right_numbers_and_gradients(library, rule):
     make, program = PROGRAMS[library]

@@ -212,6 +212,38 @@ def test_what_is_no_module_is_told_where_to_go():
         amp.tabulate(jnp.tanh, "mixed_bfloat16", X)
 
 
+@both_libraries
+def test_what_a_module_hands_to_itself_is_no_output(library):
+    class L(nn.Module):
+        def setup(self):
+            self.dense = nn.Dense(8)
+
+        def features(self, x):
+            with amp.full_precision():
+                return jnp.sin(self.dense(x))
+
+        def __call__(self, x):
+            features = self.features(x)
+            with amp.full_precision():
+                return (features * jnp.cos(features)).astype(jnp.bfloat16)
+
+    class N(nnx.Module):
+        def __init__(self):
+            self.dense = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+
+        features, __call__ = L.features, L.__call__
+
+    class Around(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(8)(L(name="inner")(x))
+
+    around = nnx.Sequential(N(), nnx.Linear(8, 8, rngs=nnx.Rngs(0)))
+    found = rows(amp.tabulate(Around() if library == "linen" else around, "mixed_bfloat16", X))
+    inner = found["inner" if library == "linen" else "layers/0"]
+    assert inner.output_dtypes == ("bfloat16",)
+
+
 def test_another_method_and_static_arguments():
     class L(nn.Module):
         @nn.compact
