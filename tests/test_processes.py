@@ -1,11 +1,6 @@
 """Two processes with one CPU device each save one tree: both gather, the first writes, both learn how it went."""
 
-import json
 import os
-import socket
-import subprocess
-import sys
-import textwrap
 from pathlib import Path
 
 import ml_dtypes
@@ -13,18 +8,10 @@ import numpy as np
 import pytest
 from safetensors import deserialize
 
-ROOT = Path(__file__).parents[1]
+from tests import two_processes
 
 SCRIPT = """
-import json, os, sys, warnings
-import jax, jax.numpy as jnp, numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-
-rank, port, folder = int(sys.argv[1]), sys.argv[2], sys.argv[3]
-import amp_jax as amp
-jax.distributed.initialize(f"127.0.0.1:{port}", num_processes=2, process_id=rank)
-mesh = Mesh(np.array(jax.devices()), ("x",))
-spread = lambda x, spec: jax.make_array_from_callback(x.shape, NamedSharding(mesh, spec), lambda i: x[i])
+folder = arguments[0]
 w = np.arange(8, dtype=np.float32).reshape(4, 2)
 tree = {
     "rows": spread(w, P("x")),
@@ -33,7 +20,6 @@ tree = {
     "numpy": np.float32(rank),
     "layers": [spread(w * 2, P("x"))],
 }
-said = {}
 report = amp.save_params(f"{folder}/good", tree, "bfloat16")
 said["totals"] = report.totals
 said["dtype"] = report.tensors["rows"].dtype
@@ -71,14 +57,7 @@ try:
     said["alone"] = [shared(own_failure)]
 except MemoryError as error:
     said["alone"] = str(error)
-print(json.dumps(said))
 """
-
-
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]
 
 
 @pytest.fixture(scope="module")
@@ -88,22 +67,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def said(folder: Path) -> list[dict]:
-    env = os.environ | {"XLA_FLAGS": "", "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-W", "error", "-c", textwrap.dedent(SCRIPT)]
-    port = str(free_port())
-    both = [
-        subprocess.Popen(
-            [*command, str(rank), port, str(folder)], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
-        for rank in range(2)
-    ]
-    try:
-        told = [one.communicate(timeout=120) for one in both]
-    finally:
-        for one in both:
-            one.kill()
-    assert [one.returncode for one in both] == [0, 0], told
-    return [json.loads(out.splitlines()[-1]) for out, _ in told]
+    return two_processes.run(SCRIPT, str(folder))
 
 
 def test_the_file_is_whole_and_the_first_processs_and_survives_the_failures(said, folder: Path):
