@@ -127,6 +127,16 @@ def test_nan_never_gets_in_however_long_it_lasts() -> None:
     assert (float(got["loss_scale"]), int(got["skipped_steps"]), int(got["consecutive_skipped"])) == (2.0**-14, 20, 20)
 
 
+def test_finite_gradients_whose_norm_overflows_float32_are_skipped() -> None:
+    # A clip by global norm would make zeros of them, and Adam's second moment inf.
+    tx = dynamic_loss_scaling(ADAMW, init_scale=8.0)
+    params, state = step(tx, PARAMS, tx.init(PARAMS), {**GOOD, "w": jnp.full(3, 2e19)})
+    assert bits(params) == bits(PARAMS)
+    assert float(metrics(state)["loss_scale"]) == 4.0
+    _, state = step(tx, PARAMS, tx.init(PARAMS), {**GOOD, "w": jnp.full(3, 1e19)})
+    assert bool(metrics(state)["grads_finite"])
+
+
 def test_no_branch_on_the_device() -> None:
     tx = dynamic_loss_scaling(ADAMW)
     text = jax.jit(lambda g, s, p: tx.update(g, s, p)).lower(GOOD, tx.init(PARAMS), PARAMS).compile().as_text()
