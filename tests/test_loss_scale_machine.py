@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from hypothesis import settings
+from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
@@ -28,7 +28,7 @@ BATCHES = (0.5, 1.0, -2.0, 2.0**10, -(2.0**10), math.inf, -math.inf, math.nan)
 
 
 class Model:
-    """One parameter under SGD, and its loss scale: numbers of Python, rounded to float32 where the device rounds.
+    """One parameter under SGD with momentum, and its loss scale, rounded to float32 where the device rounds.
 
     Settings are called by other names than the package's, so that none can be passed through unread.
     """
@@ -36,7 +36,8 @@ class Model:
     def __init__(self, start: float, up: float, down: float, every: int, low: float, high: float, patience: int):
         self.scale, self.up, self.down, self.every = start, up, down, every
         self.low, self.high, self.patience = low, high, patience
-        self.parameter, self.good_row, self.bad_row, self.bad, self.last = FIRST, 0, 0, 0, True
+        self.parameter, self.momentum = np.float32(FIRST), np.float32(0)
+        self.good_row, self.bad_row, self.bad, self.last = 0, 0, 0, True
 
     def overflows(self, batch: float) -> bool:
         """The backward pass begins with the loss scale in float16, and multiplies it by the batch."""
@@ -61,7 +62,8 @@ class Model:
     def step(self, batch: float) -> float:
         loss, good = self.loss(batch), not self.overflows(batch)
         if good:
-            self.parameter -= RATE * batch
+            self.momentum = np.float32(batch) + np.float32(0.5) * self.momentum
+            self.parameter = self.parameter - np.float32(RATE) * self.momentum
         self.judge(good)
         return loss
 
@@ -74,9 +76,9 @@ class Model:
         }
 
 
-def optimizer_of(model: Model) -> Any:
+def optimizer_of(model: Model, momentum: float | None = None) -> Any:
     return amp.dynamic_loss_scaling(
-        optax.sgd(RATE),
+        optax.sgd(RATE, momentum),
         init_scale=model.scale,
         growth_factor=model.up,
         backoff_factor=model.down,
@@ -103,7 +105,7 @@ class Run(RuleBasedStateMachine):
 
     @initialize(model=models())
     def start(self, model: Model) -> None:
-        self.model, tx = model, optimizer_of(model)
+        self.model, tx = model, optimizer_of(model, momentum=0.5)
         self.parameter = jnp.float32(FIRST)
         self.state = tx.init(self.parameter)
 
@@ -153,12 +155,14 @@ class Run(RuleBasedStateMachine):
     def equals_the_model(self) -> None:
         assert {name: value.item() for name, value in amp.metrics(self.state).items()} == self.model.seen()
         assert float(self.parameter) == self.model.parameter
+        assert float(self.state.inner_state[0].trace) == self.model.momentum
         assert self.model.low <= self.model.scale <= self.model.high
         assert self.state.scaling.loss_scale.dtype == np.float32
 
 
 TestRun = Run.TestCase
-TestRun.settings = settings(max_examples=12, stateful_step_count=30)
+# Every example compiles anew, so that looking for the shortest one that fails would take minutes.
+TestRun.settings = settings(max_examples=12, stateful_step_count=30, phases=(Phase.reuse, Phase.generate))
 
 
 # Long runs
