@@ -1,98 +1,59 @@
 """What loss scaling adds to a float16 training step (gpt, AdamW), compiled for an H100: each against the plain step.
 
-    python -m benchmarks.scaling                # peers
-    python -m benchmarks.scaling amp_jax        # peers and ours
+    python -m benchmarks.scaling
 
-Exits with 1 where ours costs more than it may.
+MPX and Keras are measured where they are installed (mixed-precision-for-jax with equinox, keras with
+KERAS_BACKEND=jax). Exits with 1 where ours costs more than it may.
 """
 
+import importlib.metadata
+import importlib.util
 import sys
 from collections.abc import Callable
-from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
-import jmp
 import optax
-from flax.training.dynamic_scale import DynamicScale
 
+from benchmarks import scalers
 from benchmarks.cost import Cost
 from benchmarks.h100 import compile_cost
-from benchmarks.workloads import workload
+from benchmarks.run import print_row
+from benchmarks.scalers import BATCH, INIT, RATE, Step
 
-TX = optax.adamw(1e-3)
+TX = optax.adamw(RATE)
 CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), TX)
-SAFE = optax.apply_if_finite(TX, 1000)
-INIT, LOSS, BATCH = workload("gpt", jnp.float16)
+Build = Callable[[], Step]
 
-ALLOWED = {"hbm": 1.0065, "kernels": 1.19, "clipped kernels": 1.03}
+BASES: dict[str, tuple[Build, dict[str, Build]]] = {
+    "plain float16": (
+        lambda: scalers.plain(TX),
+        {
+            "amp_jax": lambda: scalers.ours(TX),
+            "flax DynamicScale": lambda: scalers.flax_dynamic_scale(TX),
+            "jmp": lambda: scalers.jmp_dynamic(TX),
+            "mpx": lambda: scalers.mpx(TX),
+            "optax.apply_if_finite": lambda: scalers.apply_if_finite(TX),
+            "isfinite on each leaf": lambda: scalers.naive(TX),
+        },
+    ),
+    "plain float16, clipped by global norm": (
+        lambda: scalers.plain(CLIPPED),
+        {"amp_jax, clipped": lambda: scalers.ours(CLIPPED)},
+    ),
+    "plain float16, Keras' AdamW": (
+        lambda: scalers.keras(False),
+        {"keras LossScaleOptimizer": lambda: scalers.keras(True)},
+    ),
+}
+"""Steps without a loss scale, and the steps that are compared with each."""
 
+NEEDS = {"mpx": "mpx", "plain float16, Keras' AdamW": "keras", "keras LossScaleOptimizer": "keras"}
+"""The module that a step needs and that isn't always there."""
 
-class Step(NamedTuple):
-    """A training step `run(params, state, tokens)`, and the state that it begins with."""
-
-    run: Callable[[Any, Any, Any], tuple[Any, Any, Any]]
-    init: Callable[[Any], Any]
-
-
-def select(ok: Any, new: Any, old: Any) -> Any:
-    return jax.tree.map(lambda x, y: jnp.where(ok, x, y), new, old)
-
-
-def plain(tx: Any) -> Step:
-    def run(p: Any, s: Any, t: Any) -> tuple[Any, Any, Any]:
-        value, g = jax.value_and_grad(LOSS)(p, t)
-        u, s = tx.update(g, s, p)
-        return optax.apply_updates(p, u), s, value
-
-    return Step(run, tx.init)
-
-
-def flax_dynamic_scale() -> Step:
-    def run(p: Any, s: Any, t: Any) -> tuple[Any, Any, Any]:
-        s, scale = s
-        scale, ok, value, g = scale.value_and_grad(LOSS)(p, t)
-        u, new = TX.update(g, s, p)
-        return select(ok, optax.apply_updates(p, u), p), (select(ok, new, s), scale), value
-
-    # Arrays for its two leaves, which it declares as Python numbers: with those it would compile a second time.
-    state: Any = DynamicScale
-    return Step(run, lambda p: (TX.init(p), state(fin_steps=jnp.int32(0), scale=jnp.float32(65536))))
-
-
-def jmp_dynamic() -> Step:
-    def run(p: Any, s: Any, t: Any) -> tuple[Any, Any, Any]:
-        s, scale = s
-        value, g = jax.value_and_grad(lambda p: scale.scale(LOSS(p, t)))(p)
-        g = scale.unscale(g)
-        ok = jmp.all_finite(g)
-        u, new = TX.update(g, s, p)
-        return select(ok, optax.apply_updates(p, u), p), (select(ok, new, s), scale.adjust(ok)), value
-
-    return Step(run, lambda p: (TX.init(p), jmp.DynamicLossScale(jnp.float32(2**15))))
-
-
-def apply_if_finite() -> Step:
-    def run(p: Any, s: Any, t: Any) -> tuple[Any, Any, Any]:
-        value, g = jax.value_and_grad(lambda p: 2.0**15 * LOSS(p, t))(p)
-        g = jax.tree.map(lambda x: x / 2.0**15, g)
-        u, s = SAFE.update(g, s, p)
-        return optax.apply_updates(p, u), s, value
-
-    return Step(run, SAFE.init)
-
-
-def ours(tx: Any) -> Step:
-    import amp_jax as amp
-
-    scaled = amp.dynamic_loss_scaling(tx)
-
-    def run(p: Any, s: Any, t: Any) -> tuple[Any, Any, Any]:
-        value, g = amp.value_and_grad(LOSS, s)(p, t)
-        u, s = scaled.update(g, s, p)
-        return optax.apply_updates(p, u), s, value
-
-    return Step(run, scaled.init)
+ALLOWED = {"amp_jax": {"hbm": 1.0065, "kernels": 1.19}, "amp_jax, clipped": {"kernels": 1.03}}
+COLUMNS = ("hbm", "kernels", "seconds", "temp")
+HEADER = ("step", "HBM x", "kernels x", "modelled time x", "temporaries x", "conditionals", "host transfers")
+PACKAGES = ("jax", "flax", "optax", "jmp", "mixed-precision-for-jax", "keras")
 
 
 def cost(step: Step) -> Cost:
@@ -104,45 +65,63 @@ def conditionals(one: Cost) -> int:
     return one.hlo.count(" conditional(")
 
 
-def report(name: str, one: Cost, base: Cost) -> Cost:
-    print(
-        f"{name:18s} hbm x{one.hbm / base.hbm:.4f} kernels x{one.kernels / base.kernels:.3f} "
-        f"model x{one.seconds / base.seconds:.4f} temp x{one.temp / base.temp:.3f} conditional {conditionals(one)}",
-        flush=True,
-    )
-    return one
+def host_transfers(one: Cost) -> int:
+    """Arrays in the host's memory (space 5), and instructions that send to the host or call it."""
+    return sum(one.hlo.count(sign) for sign in ("S(5)", " infeed(", " outfeed(", " send(", " recv(", "callback"))
 
 
-def report_peers(base: Cost) -> None:
-    report("flax DynamicScale", cost(flax_dynamic_scale()), base)
-    try:
-        report("jmp", cost(jmp_dynamic()), base)
-    except TypeError as error:  # it can't be lowered from shapes, which is a result too
-        print(f"{'jmp':18s} fails: {repr(error)[:140]}", flush=True)
-    report("apply_if_finite", cost(apply_if_finite()), base)
+def ratios(one: Cost, base: Cost) -> dict[str, float]:
+    return {column: getattr(one, column) / getattr(base, column) for column in COLUMNS}
 
 
-def report_ours(base: Cost) -> int:
-    base_clipped = cost(plain(CLIPPED))
-    report("plain f16, clipped", base_clipped, base_clipped)
-    clipped = report("amp_jax, clipped", cost(ours(CLIPPED)), base_clipped)
-    one = report("amp_jax", cost(ours(TX)), base)
-    ratios = {
-        "hbm": one.hbm / base.hbm,
-        "kernels": one.kernels / base.kernels,
-        "clipped kernels": clipped.kernels / base_clipped.kernels,
-    }
-    print("; ".join(f"{name} x{ratio:.4f} (at most {ALLOWED[name]})" for name, ratio in ratios.items()))
-    over = any(ratio > ALLOWED[name] for name, ratio in ratios.items())
-    return int(over or conditionals(one) + conditionals(clipped) > 0)
+def row(name: str, one: Cost, base: Cost) -> tuple[str, ...]:
+    found = ratios(one, base)
+    numbers = [f"{found['hbm']:.4f}", *(f"{found[column]:.3f}" for column in COLUMNS[1:])]
+    return (name, *numbers, str(conditionals(one)), str(host_transfers(one)))
 
 
-def main(arguments: list[str]) -> int:
-    base = cost(plain(TX))
-    report("plain f16", base, base)
-    report_peers(base)
-    return report_ours(base) if "amp_jax" in arguments else 0
+def there(name: str) -> bool:
+    return name not in NEEDS or importlib.util.find_spec(NEEDS[name]) is not None
+
+
+def failures(name: str, one: Cost, base: Cost) -> list[str]:
+    """What ours does that it may not."""
+    allowed = ALLOWED.get(name)
+    if allowed is None:
+        return []
+    found = ratios(one, base)
+    over = [f"{name}: {key} x{found[key]:.4f}, at most {limit}" for key, limit in allowed.items() if found[key] > limit]
+    return over + [f"{name}: leaves the device"] * (conditionals(one) + host_transfers(one) > 0)
+
+
+def versions() -> str:
+    def of(package: str) -> str:
+        try:
+            return f"{package} {importlib.metadata.version(package)}"
+        except importlib.metadata.PackageNotFoundError:
+            return f"{package} not installed"
+
+    return ", ".join(map(of, PACKAGES))
+
+
+def main() -> int:
+    print(f"{versions()}.\n")
+    print_row(HEADER)
+    print_row(("---", *["---:"] * (len(HEADER) - 1)))
+    wrong: list[str] = []
+    for name, (build, others) in BASES.items():
+        if not there(name):
+            continue
+        base = cost(build())
+        print_row(row(name, base, base))
+        for other, build_other in others.items():
+            if there(other):
+                one = cost(build_other())
+                print_row(row(other, one, base))
+                wrong += failures(other, one, base)
+    print("\n" + "\n".join(wrong or ["ours is within what it may cost"]))
+    return int(bool(wrong))
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())
