@@ -15,12 +15,14 @@ operation by operation; `wrap` to a Flax module. Where the compute dtype is floa
 
 from amp_jax._accumulate import accumulate_gradients
 from amp_jax._autocast import autocast, full_precision, precision
+from amp_jax._ema import ema
 from amp_jax._errors import AmpError, AmpTypeError, AmpValueError
 from amp_jax._explain import explain
 from amp_jax._finite import all_finite
 from amp_jax._gradients import grad, scale_loss, unscale, value_and_grad
 from amp_jax._health import check_health, nonfinite_leaves
 from amp_jax._loading import load_params
+from amp_jax._master import master_weights
 from amp_jax._module_report import ModuleReport
 from amp_jax._opt_state import metrics, where_finite
 from amp_jax._optimizer import dynamic_loss_scaling, loss_scaling, no_loss_scaling, static_loss_scaling
@@ -30,6 +32,8 @@ from amp_jax._register import register_op
 from amp_jax._report import Report
 from amp_jax._save_report import SaveReport
 from amp_jax._saving import save_params
+from amp_jax._stochastic_optimizer import stochastic_rounding
+from amp_jax._stochastic_round import stochastic_round
 from amp_jax._tabulate import tabulate
 from amp_jax._wrap import wrap
 
@@ -48,6 +52,7 @@ __all__ = [
     "autocast",
     "check_health",
     "dynamic_loss_scaling",
+    "ema",
     "explain",
     "full_precision",
     "get_policy",
@@ -56,6 +61,7 @@ __all__ = [
     "load_params",
     "loss_scale_settings",
     "loss_scaling",
+    "master_weights",
     "metrics",
     "no_loss_scaling",
     "nonfinite_leaves",
@@ -64,6 +70,8 @@ __all__ = [
     "save_params",
     "scale_loss",
     "static_loss_scaling",
+    "stochastic_round",
+    "stochastic_rounding",
     "tabulate",
     "unscale",
     "value_and_grad",

@@ -5,8 +5,8 @@ inner optimizer, and then *selects*, number by number, between its result and no
 program on every step. It goes outermost: a chain, accumulation or clipping belongs inside, where it sees true
 gradients, and only those of applied steps.
 
-The inner optimizer sees gradients and parameters in float32 where they are stored in half, and a zero where a leaf of
-the tree is no gradient (see `_gradients`): moments are float32 from the start, and an int in the tree is left alone.
+The inner optimizer starts with parameters in float32 (see `_inside` and `_placement`) and sees float32 gradients, so
+that its moments are float32 from the start.
 """
 
 import warnings
@@ -20,7 +20,8 @@ import optax
 
 from amp_jax._errors import AmpTypeError, AmpValueError
 from amp_jax._finite import norm_is_finite
-from amp_jax._gradients import float32, map_gradients
+from amp_jax._gradients import map_gradients
+from amp_jax._inside import optimizer_inside, passed_through, shown, zeros
 from amp_jax._loss_scale import (
     LossScaleSettings,
     LossScaleState,
@@ -31,6 +32,7 @@ from amp_jax._loss_scale import (
     select,
 )
 from amp_jax._opt_state import holds_loss_scale
+from amp_jax._placement import first_state
 from amp_jax._policy import Policy, get_policy
 
 AxisName = Hashable | Sequence[Hashable] | None
@@ -209,11 +211,10 @@ def _wrap(
     settings: LossScaleSettings | None,
     axis_name: AxisName,
 ) -> optax.GradientTransformationExtraArgs:
-    inner = _inner(tx)
+    inner = optimizer_inside(tx, "amp.dynamic_loss_scaling(optax.adam(1e-3))")
 
     def init(params: optax.Params) -> LossScalingState:
-        # In float32, so that the state has the dtypes that the first update will give it.
-        inner_state = inner.init(map_gradients(float32, params, other=_zeros))
+        inner_state = first_state(inner, params)
         if holds_loss_scale(inner_state):
             raise AmpValueError(
                 "`tx` has a loss scale already, expected an optimizer without one: wrap once, outermost, "
@@ -227,32 +228,21 @@ def _wrap(
         _check_state(state)
         if isinstance(state.scaling, LossScaleState):
             _warn_of_half_gradients(updates)
-        grads = map_gradients(float32, updates, other=_zeros)
-        params = map_gradients(_same, params, other=_zeros)
+        grads = shown(updates)
+        params = map_gradients(_same, params, other=zeros)
         new_updates, inner_state = inner.update(grads, state.inner_state, params, **extra_args)
         if isinstance(state.scaling, NoLossScaleState):
-            return _passed_through(updates, new_updates), state._replace(inner_state=inner_state)
+            return passed_through(updates, new_updates), state._replace(inner_state=inner_state)
         finite = norm_is_finite(jax.tree.leaves(grads))
         if any(map(callable, extra_args.values())):
             # Functions, such as the gradient function of SAM: the update may come from gradients not seen here.
-            finite &= norm_is_finite(jax.tree.leaves(map_gradients(_same, new_updates, other=_zeros)))
+            finite &= norm_is_finite(jax.tree.leaves(map_gradients(_same, new_updates, other=zeros)))
         finite = _everywhere(finite, axis_name)
         new_updates = jax.tree.map(lambda update: _or_nothing(finite, update), new_updates)
         scaling, inner_state = advance(state.scaling, finite, settings), select(finite, inner_state, state.inner_state)
-        return _passed_through(updates, new_updates), LossScalingState(scaling, inner_state)
+        return passed_through(updates, new_updates), LossScalingState(scaling, inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
-
-
-def _inner(tx: Any) -> optax.GradientTransformationExtraArgs:
-    if isinstance(tx, optax.MultiSteps):
-        tx = tx.gradient_transformation()
-    if not callable(getattr(tx, "init", None)) or not callable(getattr(tx, "update", None)):
-        raise AmpTypeError(
-            f"`tx` is of type {type(tx).__name__}, expected an Optax optimizer, as in "
-            "amp.dynamic_loss_scaling(optax.adam(1e-3))"
-        )
-    return optax.with_extra_args_support(tx)
 
 
 def _check_state(state: Any) -> None:
@@ -281,19 +271,6 @@ def _everywhere(finite: jax.Array, axis_name: AxisName) -> jax.Array:
 def _or_nothing(finite: jax.Array, update: jax.Array) -> jax.Array:
     """An update, or one that leaves every parameter as it is: adding 0.0 would make a -0.0 positive."""
     return jnp.where(finite, update, -jnp.zeros_like(update))
-
-
-def _passed_through(updates: optax.Updates, new_updates: optax.Updates) -> optax.Updates:
-    """The new updates, with the leaves of the given ones that are no gradients as they came."""
-    is_gradient = map_gradients(lambda _: True, updates, other=lambda _: False)
-    if all(jax.tree.leaves(is_gradient)):
-        # Not only a shortcut: some optimizers, as optax.lookahead, give updates of another structure.
-        return new_updates
-    return jax.tree.map(lambda keep, old, new: new if keep else old, is_gradient, updates, new_updates)
-
-
-def _zeros(leaf: Any) -> jax.Array:
-    return jnp.zeros(np.shape(leaf), jnp.float32)
 
 
 def _same(leaf: Any) -> Any:

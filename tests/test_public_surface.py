@@ -12,6 +12,7 @@ NAMES = {
     "loss_scaling", "load_loss_scale", "loss_scale_settings", "check_health", "nonfinite_leaves", "all_finite",
     "accumulate_gradients", "register_op", "explain", "Report", "AmpError", "AmpTypeError", "AmpValueError",
     "save_params", "load_params", "SaveReport", "tabulate", "ModuleReport",
+    "master_weights", "stochastic_round", "stochastic_rounding", "ema",
 }  # fmt: skip
 
 
