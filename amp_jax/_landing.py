@@ -2,8 +2,8 @@
 
 `apply_updates`, and with it Flax's `TrainState` and `nnx.Optimizer`, computes `(p + u).astype(p.dtype)`. For a half `p`
 and a float32 `u` the sum is float32, so that `u = wanted - p` lands on `wanted` after the final rounding: the float32
-error of difference and sum is far below half a step of the half dtype. The exception is a number that shrinks by more
-than 2^15 at once, where that error is as large as a step of the small number.
+error of difference and sum is far below half a step of the half dtype. The exception is a number that shrinks at once
+by more than 2^15 in bfloat16 or 2^12 in float16, where that error is as large as a step of the small number.
 
 All of it goes through the bits of half numbers. XLA may drop a rounding to half that is followed by a cast back
 (`xla_allow_excess_precision`, on by default on a GPU): the unrounded number would be compared and subtracted instead.
@@ -31,7 +31,7 @@ def landing_update(stored: jax.Array, wanted: jax.Array) -> jax.Array:
 
     Returns:
         A float32 array. Where no float32 number reaches `wanted`, the sum is off by at most one float32 step of
-        `stored`; from inf nothing leads back, and the sum is NaN.
+        `stored`, and may be 0.0 for -0.0; from inf nothing leads back, and the sum is NaN.
     """
     old = widen(stored)
     update = widen(wanted) - old
