@@ -21,11 +21,11 @@ class EmaState(NamedTuple):
 
     Attributes:
         average: like the parameters, its floating-point leaves at least float32.
-        count: int32 of shape (), how many updates it has seen.
+        updates: int32 of shape (), how many it has seen.
     """
 
     average: Any
-    count: jax.Array
+    updates: jax.Array
 
 
 class Ema(NamedTuple):
@@ -88,14 +88,14 @@ def ema(decay: float | Callable[[jax.Array], Any]) -> Ema:
                 f"`params` has another structure than the average: {jax.tree.structure(params)} and "
                 f"{jax.tree.structure(state.average)}"
             )
-        part = jnp.asarray(1 - (decay(state.count) if callable(decay) else decay), np.float32)
+        part = jnp.asarray(1 - (decay(state.updates) if callable(decay) else decay), np.float32)
         is_averaged = map_gradients(lambda _: True, params, other=lambda _: False)
 
         def moved(averaged: bool, param: Any, average: Any) -> Any:
             return average + part * (float32(param) - average) if averaged else param
 
         average = jax.tree.map(moved, is_averaged, params, state.average)
-        return EmaState(average, optax.safe_increment(state.count))
+        return EmaState(average, jnp.asarray(optax.safe_increment(state.updates)))
 
     return Ema(init, update)
 

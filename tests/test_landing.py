@@ -63,7 +63,8 @@ def test_what_stays_keeps_its_bits(dtype: Any) -> None:
     numbers = every(dtype)
     update = landing_update(numbers, numbers)
     # The update of a skipped step: adding 0.0 would turn -0.0 into 0.0.
-    assert np.signbit(np.asarray(update)).all() and (np.asarray(update) == 0).all()
+    assert np.signbit(np.asarray(update)).all()
+    assert (np.asarray(update) == 0).all()
     kept = ~np.isnan(np.asarray(numbers).astype(np.float32))
     if dtype is jnp.bfloat16:
         kept &= (np.asarray(numbers).view(np.uint16) & 0x7F80) != 0
@@ -83,5 +84,6 @@ def test_lands_compares_rounded_bits(dtype: Any) -> None:
     step = float(jnp.finfo(dtype).eps)
     near, far = jnp.float32(1 + step * 0.49), jnp.float32(1 + step * 0.51)
     one = jnp.ones((), dtype)
-    assert lands(one, near) and not lands(one, far)
+    assert lands(one, near)
+    assert not lands(one, far)
     assert not lands(jnp.zeros((), dtype), jnp.float32(-0.0))
