@@ -5,7 +5,7 @@ Without it, an update of less than half a step of the stored number is lost: at 
 
 Masters live in the optimizer's state and are for the leaves alone that are stored in half. A float32 parameter is its
 own master. What is stored has the last word: where it isn't the cast of the master (a checkpoint was loaded, someone
-clipped the weights, the landing was off), the master starts anew from it.
+clipped the weights), the master starts anew from it.
 """
 
 from typing import Any, NamedTuple

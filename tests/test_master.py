@@ -110,15 +110,19 @@ def test_what_is_stored_wins_over_the_master() -> None:
     assert optax.apply_updates(loaded, updates).tolist() == [3.0, 0.99609375]
 
 
-def test_a_number_that_shrinks_too_far_goes_on_from_what_is_stored() -> None:
+@pytest.mark.parametrize("dtype", HALVES)
+def test_numbers_that_shrink_by_any_factor_are_stored_as_the_cast(dtype: Any) -> None:
+    # The master is a float32 sum too: where half is finer than a float32 step of the old number, it holds the new one.
     tx = amp.master_weights(optax.sgd(1.0))
-    state = tx.init(params := jnp.ones((), jnp.bfloat16))
-    grad = jnp.float32(1.0) - jnp.float32(2.0**-24 * 1.49)  # float32 holds 1 - 2^-24
-    for _ in range(2):
-        updates, state = tx.update(grad, state, params)
-        params = optax.apply_updates(params, updates)
-        grad = jnp.float32(0.0)
-    assert abs(float(params) - float(state.masters)) == 0.0
+    params = jax.random.normal(jax.random.key(0), (24, 200)).astype(dtype)
+    state = tx.init(params)
+    # First to masters that lie between two half numbers.
+    updates, state = tx.update(jax.random.normal(jax.random.key(1), params.shape) * 1e-3, state, params)
+    params = optax.apply_updates(params, updates)
+    factor = 2.0 ** -jnp.arange(1.0, 25.0)[:, None]
+    updates, state = jax.jit(tx.update)(state.masters * (1 - factor), state, params)
+    params = optax.apply_updates(params, updates)
+    assert (np.asarray(params) == np.asarray(state.masters).astype(dtype)).all()
 
 
 def test_the_optimizer_inside_sees_float32_masters_and_gradients() -> None:
