@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 import amp_jax as amp
+from amp_jax._landing import widen
 from benchmarks import h100
 from benchmarks.cost import Cost
 from benchmarks.hlo import Product, parse, products
@@ -98,3 +99,14 @@ def test_a_registered_fused_attention_is_cudnn_s_forward_and_backward(policy: st
     assert all(f"{dtype}[2,4,128,64]" in call for call in calls)
     with pytest.raises(NotImplementedError):  # what there is without autocast
         jax.eval_shape(Attention().init, jax.random.key(0), x)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "f16"])
+def test_the_rounding_of_a_master_is_in_the_program(dtype: str) -> None:
+    """XLA drops a cast to half that is cast back; a master would then never be what is stored, and start anew."""
+    master = jax.ShapeDtypeStruct((1024, 1024), jnp.float32)
+    half = jnp.bfloat16 if dtype == "bf16" else jnp.float16
+    dropped = h100.compile_cost(lambda x: x.astype(half).astype(jnp.float32) - x, master).hlo
+    assert f"{dtype}[1024,1024]" not in dropped
+    kept = h100.compile_cost(lambda x: widen(x.astype(half)) - x, master).hlo
+    assert f"{dtype}[1024,1024]" in kept
