@@ -27,6 +27,7 @@ from amp_jax._module_report import ModuleReport
 from amp_jax._opt_state import metrics, where_finite
 from amp_jax._optimizer import dynamic_loss_scaling, loss_scaling, no_loss_scaling, static_loss_scaling
 from amp_jax._policy import Policy, get_policy
+from amp_jax._policy_record import policy_record, recorded_policy
 from amp_jax._presets import load_loss_scale, loss_scale_settings
 from amp_jax._register import register_op
 from amp_jax._report import Report
@@ -35,6 +36,7 @@ from amp_jax._saving import save_params
 from amp_jax._stochastic_optimizer import stochastic_rounding
 from amp_jax._stochastic_round import stochastic_round
 from amp_jax._tabulate import tabulate
+from amp_jax._training_state import change_policy, orbax_save_args
 from amp_jax._wrap import wrap
 
 __version__ = "0.1.0"
@@ -50,6 +52,7 @@ __all__ = [
     "accumulate_gradients",
     "all_finite",
     "autocast",
+    "change_policy",
     "check_health",
     "dynamic_loss_scaling",
     "ema",
@@ -65,7 +68,10 @@ __all__ = [
     "metrics",
     "no_loss_scaling",
     "nonfinite_leaves",
+    "orbax_save_args",
+    "policy_record",
     "precision",
+    "recorded_policy",
     "register_op",
     "save_params",
     "scale_loss",

@@ -40,7 +40,7 @@ def find_loss_scale(opt_state: Any) -> LossScaleState | NoLossScaleState:
 
 def holds_loss_scale(tree: Any) -> bool:
     """Whether there is a loss scale anywhere in a tree, or the statement that there is none."""
-    return bool(_find(tree, (LossScaleState, NoLossScaleState)))
+    return bool(nodes_of(tree, (LossScaleState, NoLossScaleState)))
 
 
 def metrics(opt_state: Any) -> dict[str, jax.Array]:
@@ -109,7 +109,7 @@ def where_finite(opt_state: Any, new: Any, old: Any) -> Any:
 
 def _find_any_shape(opt_state: Any) -> LossScaleState | NoLossScaleState:
     _check_opt_state(opt_state)
-    found = _find(opt_state, (LossScaleState, NoLossScaleState))
+    found = nodes_of(opt_state, (LossScaleState, NoLossScaleState))
     if len(found) != 1:
         raise AmpValueError(_no_loss_scale(opt_state) if not found else _several(list(found)))
     (path, state), *_ = found.items()
@@ -123,7 +123,7 @@ def _find_any_shape(opt_state: Any) -> LossScaleState | NoLossScaleState:
 def _check_snapshot(new: Any, old: Any) -> None:
     # Flax can only be in play if someone has imported it.
     if (nnx := sys.modules.get("flax.nnx")) is not None:
-        before, after = _find(old, nnx.Variable), _find(new, nnx.Variable)
+        before, after = nodes_of(old, nnx.Variable), nodes_of(new, nnx.Variable)
         if any(before.get(path) is variable for path, variable in after.items()):
             raise AmpValueError(
                 "`old` holds the same Variables as `new`, so it has changed with them: take it before the step as "
@@ -136,7 +136,7 @@ def _check_snapshot(new: Any, old: Any) -> None:
         )
 
 
-def _find(tree: Any, kinds: type | tuple[type, ...]) -> dict[tuple[Any, ...], Any]:
+def nodes_of(tree: Any, kinds: type | tuple[type, ...]) -> dict[tuple[Any, ...], Any]:
     """The nodes of the given types that a tree holds, by path; nothing inside of them."""
     nodes = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda node: isinstance(node, kinds))
     return {path: node for path, node in nodes if isinstance(node, kinds)}
@@ -209,11 +209,11 @@ def _check_order(opt_state: Any, scale_path: tuple[Any, ...]) -> None:
     A clip before the loss scale leaves no trace in the state; `unscale` makes that order right.
     """
     for kind, name, harm, inside in _AROUND:
-        for path in _find(opt_state, kind):
+        for path in nodes_of(opt_state, kind):
             if scale_path[: len(path)] == path:
                 raise AmpValueError(_wrong_order(f"lies inside of {name}", harm, inside))
     for kind, name, harm, inside in _BEFORE:
-        for path in _find(opt_state, kind):
+        for path in nodes_of(opt_state, kind):
             if _is_before(path, scale_path):
                 raise AmpValueError(_wrong_order(f"stands after {name}", harm, inside))
     for path, node in jax.tree_util.tree_leaves_with_path(opt_state, is_leaf=_remembers_gradients):

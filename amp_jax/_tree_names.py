@@ -63,6 +63,11 @@ def named(tree: Any) -> Named:
     return Named(names, jax.tree.structure(tree), containers)
 
 
+def name_of(path: tuple[Any, ...]) -> str:
+    """The name of what lies at a path of `jax.tree_util`."""
+    return _joined([_written(key) for key in path])
+
+
 def _leaves(tree: Any) -> list[tuple[tuple[Any, ...], Any]]:
     found: list[tuple[tuple[Any, ...], Any]] = []
     boxes = _box_types()

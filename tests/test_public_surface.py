@@ -11,7 +11,8 @@ NAMES = {
     "where_finite", "scale_loss", "unscale", "dynamic_loss_scaling", "static_loss_scaling", "no_loss_scaling",
     "loss_scaling", "load_loss_scale", "loss_scale_settings", "check_health", "nonfinite_leaves", "all_finite",
     "accumulate_gradients", "register_op", "explain", "Report", "AmpError", "AmpTypeError", "AmpValueError",
-    "save_params", "load_params", "SaveReport", "tabulate", "ModuleReport",
+    "save_params", "load_params", "SaveReport", "tabulate", "ModuleReport", "change_policy", "orbax_save_args",
+    "policy_record", "recorded_policy",
     "master_weights", "stochastic_round", "stochastic_rounding", "ema",
 }  # fmt: skip
 
