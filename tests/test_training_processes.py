@@ -1,4 +1,4 @@
-"""A run saved on 8 devices goes on with the same numbers on 8 sharded in another way, on 2 processes of 4, and on one."""
+"""A run saved on 8 devices goes on with the same numbers on 8 in another way, on 2 processes of 4, and on one."""
 
 import json
 import os
