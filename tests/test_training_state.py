@@ -152,6 +152,16 @@ def test_orbax_refuses_a_target_with_or_without_a_loss_scale(tmp_path: Path, che
         checkpointer.restore(tmp_path / "run", jax.eval_shape(lambda: create(other)))
 
 
+def test_orbax_rounds_to_a_half_target_in_silence(tmp_path: Path, checkpointer: Any) -> None:
+    # The other half of what the page says, and why one restores under the policy that was saved under.
+    state = create("float32")
+    checkpointer.save(tmp_path / "run", state)
+    checkpointer.wait_until_finished()
+    restored = checkpointer.restore(tmp_path / "run", jax.eval_shape(lambda: create("bfloat16")))
+    assert restored.params["w"].dtype == jnp.bfloat16
+    assert bits(checkpointer.restore(tmp_path / "run", jax.eval_shape(lambda: create("float32")))) == bits(state)
+
+
 # Another dtype in the checkpoint
 
 
