@@ -51,7 +51,7 @@ def change_policy(state: Any, like: Any) -> Any:
             `jax.ShapeDtypeStruct`s will do.
 
     Returns:
-        A pytree like `like`; nnx modules in it are new.
+        A pytree like `like`, its arrays on the devices where they are in `state`; nnx modules in it are new.
 
     Raises:
         AmpValueError: The states are of different models or optimizers (all that differs is listed), or numbers are too
@@ -94,14 +94,17 @@ def orbax_save_args(state: Any, dtype: Any, keep: Any = ()) -> Any:
     Raises:
         AmpValueError: Numbers are too large for the dtype, which orbax would save as inf; the dtype is unknown; `keep`
             matches nothing.
+        AmpTypeError: nnx modules came in place of their state.
     """
     import orbax.checkpoint as ocp  # it takes a second, and only this function needs it
 
+    if _holds_modules(state):
+        raise AmpTypeError("`state` holds nnx modules, expected what is saved of them: nnx.state((model, optimizer)).")
     target, tree = file_dtype(dtype), named(state)
     kept = matching(tree.leaves, keep, "keep")
-    names = [n for n, x in tree.leaves.items() if _is_float(x) and n not in kept and not n.endswith(_SCALE)]
-    _refuse_overflow(_cast(name, tree.leaves[name], target)._replace(values=None) for name in names)
-    args = [ocp.SaveArgs(dtype=target) if name in names else ocp.SaveArgs() for name in tree.leaves]
+    floats = {n: x for n, x in tree.leaves.items() if _is_float(x) and n not in kept and not n.endswith(_SCALE)}
+    _refuse_overflow(_cast(name, leaf, target)._replace(values=None) for name, leaf in floats.items())
+    args = [ocp.SaveArgs(dtype=target) if name in floats else ocp.SaveArgs() for name in tree.leaves]
     return jax.tree.unflatten(tree.structure, args)
 
 
@@ -131,24 +134,41 @@ class _Cast(NamedTuple):
 
 def _taken_apart(state: Any, argument: str) -> _Apart:
     nnx = sys.modules.get("flax.nnx")
-    modules = nnx is not None and bool(nodes_of(state, nnx.Pytree))
     if nnx is not None and isinstance(state, nnx.State):
         raise AmpTypeError(
             f"`{argument}` is an nnx State, which doesn't say what its optimizer is. Pass the modules, (model, "
             "optimizer): after nnx.update(modules, restored) where it was restored from a checkpoint."
         )
-    graph, arrays = nnx.split(state) if nnx is not None and modules else (None, state)
+    arrays, with_modules = _split(state) if _holds_modules(state) else (state, lambda arrays: arrays)
     tree, wrappers = named(arrays), _wrappers(state)
     leaves: dict[str, _Leaf] = {}
     for name, value in tree.leaves.items():
         place, added = _place(name, wrappers)
         leaves[place] = _Leaf(name, value, added)
+    return _Apart(leaves, lambda new: with_modules(jax.tree.unflatten(tree.structure, new)))
 
-    def rebuilt(new: list[Any]) -> Any:
-        arrays = jax.tree.unflatten(tree.structure, new)
-        return nnx.merge(graph, arrays) if nnx is not None and modules else arrays
 
-    return _Apart(leaves, rebuilt)
+def _holds_modules(state: Any) -> bool:
+    # Flax can only be in play if someone has imported it.
+    nnx = sys.modules.get("flax.nnx")
+    return nnx is not None and bool(nodes_of(state, nnx.Pytree))
+
+
+def _split(state: Any) -> tuple[Any, Callable[[Any], Any]]:
+    """The tree with each nnx module replaced by its arrays, and what makes modules of such a tree again."""
+    from flax import nnx
+
+    parts, around = jax.tree.flatten(state, is_leaf=lambda node: isinstance(node, nnx.Pytree))
+    # All at once, so that what two modules share is one again; and they alone: in a tree nnx takes a number for static.
+    graph, arrays = nnx.split({i: part for i, part in enumerate(parts) if isinstance(part, nnx.Pytree)})
+    held = [arrays.get(i, {}) if isinstance(part, nnx.Pytree) else part for i, part in enumerate(parts)]
+
+    def with_modules(tree: Any) -> Any:
+        new = around.flatten_up_to(tree)
+        modules = nnx.merge(graph, nnx.State({i: new[i] for i in arrays}))
+        return jax.tree.unflatten(around, [modules.get(i, part) for i, part in enumerate(new)])
+
+    return jax.tree.unflatten(around, held), with_modules
 
 
 def _wrappers(state: Any) -> list[tuple[str, str, str]]:

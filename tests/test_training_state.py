@@ -222,6 +222,13 @@ def test_a_dtype_or_a_pattern_that_means_nothing_is_refused(dtype: str, keep: An
         amp.orbax_save_args({"w": jnp.ones(2)}, dtype, keep)
 
 
+def test_save_args_for_modules_are_refused() -> None:
+    modules = create_nnx("float32")
+    with pytest.raises(amp.AmpTypeError, match=r"expected .*nnx\.state\(\(model, optimizer\)\)"):
+        amp.orbax_save_args(modules, "bf16")
+    assert jax.tree.leaves(amp.orbax_save_args({"params": nnx.state(modules[0], nnx.Param)}, "bf16"))
+
+
 # Another policy
 
 PLAIN = "an optimizer that isn't wrapped"
@@ -345,6 +352,21 @@ def test_nnx_modules_go_on_under_another_policy(old: str, new: str) -> None:
     # Both that it was made from are as they were: nothing is shared.
     assert bits(nnx.state((model, optimizer))) == own
     assert bits(nnx.state(like)) == of_like
+
+
+def test_what_stands_beside_modules_goes_on_too() -> None:
+    def run(policy: str, step: Any, fill: float) -> dict[str, Any]:
+        model, optimizer = create_nnx(policy)
+        return {"step": step, "ema": jnp.full(2, fill), "net": [model, optimizer], "same": model, "none": None}
+
+    old = run("mixed_float16", 7, 0.5)
+    train_nnx(*old["net"], BEFORE)
+    for new in (run("mixed_bfloat16", 0, 0.0), run("mixed_bfloat16", np.int32(0), 0.0)):
+        after = amp.change_policy(old, new)
+        assert after["step"] == 7
+        assert after["ema"].tolist() == [0.5, 0.5]
+        assert after["same"] is after["net"][0]
+        assert bits(nnx.state(after["net"][0])) == bits(nnx.state(old["net"][0]))
 
 
 def test_nnx_state_in_place_of_modules_is_an_error_that_says_so() -> None:
