@@ -14,9 +14,10 @@ from jax.sharding import Sharding
 
 from amp_jax import _safetensors as st
 from amp_jax._errors import AmpTypeError, AmpValueError
+from amp_jax._modules import split
 from amp_jax._narrowing import Loss, narrowed
 from amp_jax._save_report import SavedTensor, refused, saved
-from amp_jax._saving import KEYS, TREE, file_dtype, is_key, nnx_for
+from amp_jax._saving import KEYS, TREE, file_dtype, is_key
 from amp_jax._tree_names import Named, named, nested
 from amp_jax._weights_file import check_on_overflow, matching
 
@@ -104,13 +105,12 @@ def _opened(path: str | os.PathLike[str] | bytes) -> Generator[tuple[BinaryIO, s
 
 def _taken_apart(like: Any) -> tuple[Named, Callable[[dict[str, Any]], Any]]:
     """A tree's leaves by name, and what puts new ones into a tree like it."""
-    nnx = nnx_for(like)
-    graph, state = (None, like) if nnx is None else nnx.split(like)
-    tree = named(state)
+    arrays, with_modules = split(like)
+    tree = named(arrays)
 
     def rebuilt(leaves: dict[str, Any]) -> Any:
-        new = jax.tree.unflatten(tree.structure, [leaves.get(name, old) for name, old in tree.leaves.items()])
-        return new if nnx is None else nnx.merge(graph, new)
+        new = [leaves.get(name, old) for name, old in tree.leaves.items()]
+        return with_modules(jax.tree.unflatten(tree.structure, new))
 
     return tree, rebuilt
 

@@ -6,7 +6,6 @@ The file is in the safetensors format. Each leaf of the tree is a tensor in it, 
 
 import json
 import os
-import sys
 from typing import Any
 
 import jax
@@ -17,6 +16,7 @@ from amp_jax import _dtypes
 from amp_jax import _safetensors as st
 from amp_jax._errors import AmpTypeError, AmpValueError
 from amp_jax._jaxpr import is_tracer
+from amp_jax._modules import split
 from amp_jax._narrowing import flat_chunks
 from amp_jax._policy import get_policy
 from amp_jax._processes import is_writer, shared, to_host
@@ -76,7 +76,7 @@ def save_params(
     """
     check_on_overflow(on_overflow)
     target = None if dtype is None else file_dtype(dtype)
-    tree = named(state_of(params))
+    tree = named(split(params)[0])
     if not tree.leaves:
         raise AmpValueError("`params` has no leaves, so there is nothing to save.")
     keys = {name: str(jax.random.key_impl(leaf)) for name, leaf in tree.leaves.items() if is_key(leaf)}
@@ -125,18 +125,6 @@ def _metadata(policy: Any) -> dict[str, str]:
     from amp_jax import __version__  # it is set after this file is imported
 
     return {VERSION: __version__} | ({} if policy is None else {POLICY: str(get_policy(policy))})
-
-
-def state_of(tree: Any) -> Any:
-    """An nnx module's state; anything else as it is."""
-    nnx = nnx_for(tree)
-    return tree if nnx is None else nnx.state(tree)
-
-
-def nnx_for(tree: Any) -> Any:
-    """Flax nnx if this is one of its modules; it can only be in play if someone has imported it."""
-    nnx = sys.modules.get("flax.nnx")
-    return nnx if nnx is not None and isinstance(tree, nnx.Pytree) else None
 
 
 def is_key(leaf: Any) -> bool:

@@ -18,6 +18,7 @@ import numpy as np
 
 from amp_jax import _dtypes
 from amp_jax._errors import AmpTypeError, AmpValueError
+from amp_jax._modules import holds_modules, split
 from amp_jax._opt_state import nodes_of
 from amp_jax._optimizer import LossScalingState
 from amp_jax._saving import file_dtype
@@ -98,7 +99,7 @@ def orbax_save_args(state: Any, dtype: Any, keep: Any = ()) -> Any:
     """
     import orbax.checkpoint as ocp  # it takes a second, and only this function needs it
 
-    if _holds_modules(state):
+    if holds_modules(state):
         raise AmpTypeError("`state` holds nnx modules, expected what is saved of them: nnx.state((model, optimizer)).")
     target, tree = file_dtype(dtype), named(state)
     kept = matching(tree.leaves, keep, "keep")
@@ -139,36 +140,13 @@ def _taken_apart(state: Any, argument: str) -> _Apart:
             f"`{argument}` is an nnx State, which doesn't say what its optimizer is. Pass the modules, (model, "
             "optimizer): after nnx.update(modules, restored) where it was restored from a checkpoint."
         )
-    arrays, with_modules = _split(state) if _holds_modules(state) else (state, lambda arrays: arrays)
+    arrays, with_modules = split(state)
     tree, wrappers = named(arrays), _wrappers(state)
     leaves: dict[str, _Leaf] = {}
     for name, value in tree.leaves.items():
         place, added = _place(name, wrappers)
         leaves[place] = _Leaf(name, value, added)
     return _Apart(leaves, lambda new: with_modules(jax.tree.unflatten(tree.structure, new)))
-
-
-def _holds_modules(state: Any) -> bool:
-    # Flax can only be in play if someone has imported it.
-    nnx = sys.modules.get("flax.nnx")
-    return nnx is not None and bool(nodes_of(state, nnx.Pytree))
-
-
-def _split(state: Any) -> tuple[Any, Callable[[Any], Any]]:
-    """The tree with each nnx module replaced by its arrays, and what makes modules of such a tree again."""
-    from flax import nnx
-
-    parts, around = jax.tree.flatten(state, is_leaf=lambda node: isinstance(node, nnx.Pytree))
-    # All at once, so that what two modules share is one again; and they alone: in a tree nnx takes a number for static.
-    graph, arrays = nnx.split({i: part for i, part in enumerate(parts) if isinstance(part, nnx.Pytree)})
-    held = [arrays.get(i, {}) if isinstance(part, nnx.Pytree) else part for i, part in enumerate(parts)]
-
-    def with_modules(tree: Any) -> Any:
-        new = around.flatten_up_to(tree)
-        modules = nnx.merge(graph, nnx.State({i: new[i] for i in arrays}))
-        return jax.tree.unflatten(around, [modules.get(i, part) for i, part in enumerate(new)])
-
-    return jax.tree.unflatten(around, held), with_modules
 
 
 def _wrappers(state: Any) -> list[tuple[str, str, str]]:

@@ -203,6 +203,16 @@ def test_an_nnx_module_and_its_state(path):
     assert not jnp.array_equal(other.layers[0].kernel, net.layers[0].kernel)  # `like` itself is as it was
     same(nnx.state(amp.load_params(path, like=nnx.eval_shape(lambda: Net(nnx.Rngs(0))))), nnx.state(net))
 
+
+def test_modules_inside_of_a_tree_keep_what_they_share(path):
+    net, other = Net(nnx.Rngs(0)), Net(nnx.Rngs(1))
+    report = amp.save_params(path, {"net": net, "step": 7})
+    assert not any("tied" in name for name in report.tensors)  # it is in the file once, as layers/0
+    loaded = amp.load_params(path, like={"net": other, "step": 0})
+    assert loaded["step"] == 7
+    assert loaded["net"].tied is loaded["net"].layers[0]
+    same(nnx.state(loaded["net"]), nnx.state(net))
+
     params = nnx.state(net, nnx.Param)
     amp.save_params(path, params, "bfloat16")
     same(amp.load_params(path), nnx.to_pure_dict(jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)))
