@@ -113,6 +113,8 @@ def run_processes(path: Path, processes: int, devices: int) -> list[dict[str, An
         port = one.getsockname()[1]
     flags = f"--xla_force_host_platform_device_count={devices} --xla_allow_excess_precision=false"
     env = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    # On CPUs a program of several processes that comes out of the compilation cache waits forever in its first gather.
+    env["JAX_ENABLE_COMPILATION_CACHE"] = "false"
     command = [sys.executable, "-m", "tests.test_training_processes", str(path), str(port), str(processes)]
     running = [
         subprocess.Popen(
@@ -121,10 +123,11 @@ def run_processes(path: Path, processes: int, devices: int) -> list[dict[str, An
         for i in range(processes)
     ]
     try:
-        told = [one.communicate(timeout=120) for one in running]
+        told = [one.communicate(timeout=100) for one in running]
     finally:
         for one in running:
             one.kill()
+            one.wait()
     assert [one.returncode for one in running] == [0] * processes, told
     return [json.loads(out.splitlines()[-1]) for out, _ in told]
 
