@@ -4,6 +4,9 @@ Casting a weight before the product, `dot(x, w.astype(bfloat16))`, gives its gra
 rounds it, and the cast's transpose carries the rounded numbers up. The matrix units accumulate in float32 anyway, so
 here the cast is a part of the product, forward and backward: the cotangent of each operand is a product of half
 operands with a result in the dtype that the operand came in. The gradient isn't rounded, and a pass over it is saved.
+
+Forward and backward share one cast of each operand. With a second cast in the backward pass, XLA would gather a weight
+that is sharded over devices once for each: as many bytes as float32 sends.
 """
 
 import functools
@@ -35,12 +38,12 @@ def product(sources: Sequence[Any], operands: Sequence[Any], params: dict[str, A
         return lax.dot_general(x_low, y_low, **params)
 
     def rule(primals: Any, tangents: Any) -> Any:
-        (x, y, x_low, y_low), (x_dot, y_dot, *_) = primals, tangents
+        (_, _, x_low, y_low), (x_dot, y_dot, *_) = primals, tangents
         parts: list[Any] = []
         if not isinstance(x_dot, SymbolicZero):
-            parts.append(_bilinear.bind(x_dot, y, compute=compute, **params))
+            parts.append(_bilinear.bind(x_dot, y_low, compute=compute, **params))
         if not isinstance(y_dot, SymbolicZero):
-            parts.append(_bilinear.bind(x, y_dot, compute=compute, **params))
+            parts.append(_bilinear.bind(x_low, y_dot, compute=compute, **params))
         value = lax.dot_general(x_low, y_low, **params)
         return value, sum(parts[1:], parts[0]) if parts else SymbolicZero(jax.typeof(value))
 

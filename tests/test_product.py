@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 
 from amp_jax._product import product
-from tests.programs import both_halves, normal, products
+from tests.programs import both_halves, jaxprs, normal, products
 
 LOW = {"mixed_bfloat16": jnp.bfloat16, "mixed_float16": jnp.float16}
 DIMS = {
@@ -53,6 +53,22 @@ def test_a_float32_operands_gradient_is_a_half_product_into_float32(policy):
     name = np.dtype(low).name
     grads = products(jax.grad(total(dot("matmul", low)), argnums=(0, 1)), x.astype(low), y)
     assert sorted(grads) == sorted([(name, name, name), (name, name, name), (name, name, "float32")])
+
+
+def test_forward_and_backward_share_one_cast_of_each_operand():
+    # Of a sharded weight XLA gathers each cast by itself: two of half the bytes are no less than one of float32.
+    args = operands("matmul")
+    grads = jax.make_jaxpr(jax.grad(total(dot("matmul")), argnums=(0, 1)))(*args)
+    cast = [
+        eqn.invars[0].aval.shape
+        for jaxpr in jaxprs(grads)
+        for eqn in jaxpr.eqns
+        if eqn.primitive.name == "convert_element_type" and eqn.outvars[0].aval.dtype == jnp.bfloat16
+    ]
+    operand_shapes = [x.shape for x in args]
+    assert sorted(shape for shape in cast if shape in operand_shapes) == sorted(operand_shapes)
+    made = [eqn for j in jaxprs(grads) for eqn in j.eqns if "dot_general" in eqn.primitive.name]
+    assert {v.aval.dtype.name for eqn in made for v in eqn.invars} == {"bfloat16"}
 
 
 def test_the_gradient_is_not_rounded():
