@@ -31,7 +31,7 @@ test: $(DEV)
 	$(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
 
 hlo: $(HLO)
-	JAX_PLATFORMS=cpu $(HLO_BIN)/python -m pytest -m hlo -n 2 --dist loadgroup $(ARGS) tests/test_hlo.py tests/test_hlo_devices.py
+	JAX_PLATFORMS=cpu $(HLO_BIN)/python -m pytest -m hlo -n 2 --dist loadgroup $(ARGS) tests/test_hlo*.py
 
 bench: $(DEV)
 	@if $(BIN)/python -m benchmarks.run --has-gpu; \

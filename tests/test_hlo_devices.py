@@ -4,7 +4,6 @@ Each step is compiled for eight cards by the real compiler, with and without a l
 collectives as it likes, so what is compared is how many there are and how many numbers they move together.
 """
 
-from collections import Counter
 from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
@@ -18,10 +17,9 @@ from jax.sharding import PartitionSpec as P
 
 import amp_jax as amp
 from benchmarks import h100
-from benchmarks.cost import COLLECTIVES
-from benchmarks.hlo import parse
 from benchmarks.models import GPT
 from benchmarks.workload import language, spec
+from tests.collectives import Collective, moved, read
 
 pytestmark = [
     pytest.mark.hlo,
@@ -103,14 +101,6 @@ LAYOUTS = {
 }
 
 
-class Collective(NamedTuple):
-    """A collective's kind, the dtype that it works on and how many numbers."""
-
-    kind: str
-    dtype: str
-    size: int
-
-
 @cache
 def collectives(name: str, scaled: bool) -> list[list[Collective]]:
     """Those of a step: one list for each instruction, which may work on several arrays at once."""
@@ -128,26 +118,6 @@ def collectives(name: str, scaled: bool) -> list[list[Collective]]:
     out = (*shardings[:2], NamedSharding(mesh, P()))
     compiled = jax.jit(step, donate_argnums=(0, 1), out_shardings=out).lower(*args).compile(h100.OPTIONS)
     return read(compiled.as_text())
-
-
-def read(text: str) -> list[list[Collective]]:
-    found = []
-    for computation in parse(text).computations.values():
-        for one in computation.values():
-            kind = next((kind for kind in COLLECTIVES if one.op in (kind, f"{kind}-start")), None)
-            if kind:
-                arrays = [shape for name in one.operands for shape in computation[name].shapes]
-                found.append([Collective(kind, shape.dtype, shape.size) for shape in arrays])
-    return found
-
-
-def moved(of: list[list[Collective]]) -> Counter[tuple[str, str]]:
-    """How many numbers of each dtype all collectives of a kind work on."""
-    count: Counter[tuple[str, str]] = Counter()
-    for one in of:
-        for array in one:
-            count[array.kind, array.dtype] += array.size
-    return count
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
